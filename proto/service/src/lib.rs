@@ -26,6 +26,7 @@
 //! - [`supervisor`]: tells systemd when the process serves, lives and stops.
 //! - [`tasks`]: starts and stops the tasks of a process.
 //! - [`tls`]: TLS for servers and clients.
+//! - [`traces`]: spans of turns for OpenTelemetry.
 
 pub mod admin;
 pub mod auth;
@@ -49,3 +50,4 @@ pub mod signal;
 pub mod supervisor;
 pub mod tasks;
 pub mod tls;
+pub mod traces;
