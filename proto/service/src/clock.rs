@@ -22,22 +22,29 @@ pub fn whole_millis(duration: Duration) -> u64 {
 #[derive(Debug, Clone, Copy)]
 pub struct WallClock {
     made_at: Instant,
-    made_at_unix_ms: u64,
+    made_at_unix_ns: u64,
 }
 
 impl WallClock {
     /// Reads both clocks.
     #[must_use]
     pub fn read() -> Self {
-        Self { made_at: now(), made_at_unix_ms: unix_ns() / 1_000_000 }
+        Self { made_at: now(), made_at_unix_ns: unix_ns() }
     }
 
     /// Returns the unix time of a moment, in milliseconds.
     #[must_use]
     pub fn unix_ms(self, at: Instant) -> u64 {
-        let after = whole_millis(at.saturating_duration_since(self.made_at));
-        let before = whole_millis(self.made_at.saturating_duration_since(at));
-        self.made_at_unix_ms.saturating_add(after).saturating_sub(before)
+        self.unix_ns(at) / 1_000_000
+    }
+
+    /// Returns the unix time of a moment, in nanoseconds.
+    #[must_use]
+    pub fn unix_ns(self, at: Instant) -> u64 {
+        let whole_ns = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let after = whole_ns(at.saturating_duration_since(self.made_at));
+        let before = whole_ns(self.made_at.saturating_duration_since(at));
+        self.made_at_unix_ns.saturating_add(after).saturating_sub(before)
     }
 }
 
