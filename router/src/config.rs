@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use service::{
     server::ConnectionSettings,
     settings::{self, Problems},
+    traces::settings::TracesTable,
 };
 
 use self::{
@@ -56,8 +57,8 @@ const RENAMED_SETTINGS: [(&str, &str); 14] = [
 ];
 
 /// All settings as they take effect: the tables of the settings file. [`Config::problems`] checks
-/// them.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// them. Its many fields: one for each table.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Control ports of the worker agents, as `http://host:port` or `https://host:port`.
@@ -84,6 +85,8 @@ pub struct Config {
     pub claims: ClaimsTable,
     /// What the router writes of each request.
     pub log: LogTable,
+    /// Where the spans of turns go.
+    pub traces: TracesTable,
 }
 
 /// The command line. Settings that it leaves out come from the file, then from the defaults.
@@ -180,6 +183,7 @@ impl Config {
         problems.extend(self.time_problems());
         problems.extend(self.connections.problems());
         problems.extend(self.claims.problems());
+        problems.extend(self.traces.problems());
         let sizes = [
             ("limits.body_bytes_max", self.limits.body_bytes_max),
             ("limits.sessions_max", self.limits.sessions_max),
@@ -240,6 +244,7 @@ impl Config {
     pub fn file_problems(&self) -> Vec<String> {
         let mut problems = access::file_problems(&self.tls, &self.agents);
         problems.extend(self.discovery.file_problems());
+        problems.extend(self.traces.file_problem());
         problems
     }
 

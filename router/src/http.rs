@@ -64,6 +64,7 @@ use crate::{
         self,
         access_log::AccessEntry,
         shared::{Shared, StreamFlag},
+        spans,
     },
 };
 
@@ -91,10 +92,11 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
             MethodFilter::try_from(method).expect("POST and PUT are methods that axum knows")
         });
         let methods = filters.reduce(MethodFilter::or).expect("each kind has a method");
-        let handler =
-            move |State(shared): SharedState,
-                  Extension(caller): Extension<Caller>,
-                  request: Request| { serve_turn(shared, caller, kind, request) };
+        let handler = move |State(shared): SharedState,
+                            Extension(caller): Extension<Caller>,
+                            request: Request| {
+            serve_turn(shared, caller, Route { path, kind }, request)
+        };
         routes = routes.route(path, on(methods, handler));
     }
     let access_layer = middleware::from_fn_with_state(Arc::clone(&shared), access::log);
@@ -183,14 +185,24 @@ async fn require_admin(
 }
 
 /// Serves a request to one of the engine's routes.
-async fn serve_turn(shared: Arc<Shared>, caller: Caller, kind: Kind, request: Request) -> Response {
-    let (parts, body) = request.into_parts();
+async fn serve_turn(
+    shared: Arc<Shared>,
+    caller: Caller,
+    Route { path, kind }: Route,
+    request: Request,
+) -> Response {
+    let (mut parts, body) = request.into_parts();
+    let trace = spans::begin(&shared.traces, &mut parts, path);
     let (comment_interval, error_form) = (shared.waiting_comment, ErrorForm::new(&parts));
     let wants_stream = StreamFlag::default();
     let flag = wants_stream.clone();
     let turn = Box::pin(async move {
         let answer = turn::run(Arc::clone(&shared), kind, &caller, parts, body, &flag).await;
-        answer.map_err(|error| counted(&shared, error.into()))
+        answer.map_err(|error| {
+            let refusal = counted(&shared, error.into());
+            spans::refuse(&trace, refusal.code.as_str(), refusal.code.status().as_u16());
+            refusal
+        })
     });
     match comment_interval {
         None => turn.await.unwrap_or_else(Refusal::into_response),

@@ -59,6 +59,7 @@ use service::{
     supervisor::{self, Watchdog},
     tasks::Tasks,
     tls::server::ServerTls,
+    traces::{self, Traces, TracesEnd, record::Exported},
 };
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
@@ -83,7 +84,7 @@ use crate::{
     placement::affinity::Affinity,
     prompt::models::{self, Models},
     residency::{block_locator::BlockLocator, collector::KvIndexCollector, kv_index::KvIndex},
-    shares::{PoolSizes, Shares, collector::SharesCollector},
+    shares::{Shares, collector::SharesCollector},
     turn::{
         access_log::{AccessLog, LogEnd},
         body::Bodies,
@@ -135,6 +136,9 @@ pub enum Error {
     /// The file of the access log can't be opened.
     #[error("can't write to the file that log.access names")]
     AccessLog(#[source] std::io::Error),
+    /// The spans of turns can't be exported.
+    #[error(transparent)]
+    Traces(#[from] traces::Error),
     /// The thread that tells systemd that the router lives can't be created.
     #[error("the thread for systemd's watchdog can't be created")]
     Watchdog(#[source] std::io::Error),
@@ -170,7 +174,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let source_metrics = discovery::Metrics::new(registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
-    let shares = Shares::new(pool_sizes(&config.limits));
+    let shares = Shares::new((&config.limits).into());
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
     register_collectors(registry, &view, &kv_index);
@@ -184,6 +188,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
     let announcements = discovery::start(&config, &news_sender, &source_metrics, &tasks);
     let (access_log, _log_end) = start_access_log(&config, registry)?.unzip();
+    let (traces, traces_end) = start_traces(&config, registry, &file_metrics, &tasks)?;
     let watchdog = Watchdog::start().map_err(Error::Watchdog)?;
     tasks.spawn_essential(
         "view",
@@ -200,6 +205,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         idle_connections_max: descriptors.fleet,
         announcements,
         access_log,
+        traces,
     };
     let shared = start_fleet(&config, parts, auth, &tasks);
     let admin_data = AdminData {
@@ -215,18 +221,22 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let admin_limits = PortLimits::admin(&port_metrics);
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
     log_listening(&config, &listeners.data);
-    let turns_max = config.limits.turns_in_flight_max;
-    let data_limits =
-        PortLimits::data(&config.connections, turns_max, descriptors.turns, &port_metrics);
+    let data_limits = data_limits(&config, &descriptors, &port_metrics);
     let routes = http::build_routes(shared, &config.listen.cors_origins);
     let data_server = server::serve(listeners.data, routes, data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
     supervisor::tell_ready();
-    leave(&config, &tasks).await
+    leave(&config, &tasks, traces_end).await
+}
+
+/// Returns the limits of the data port.
+fn data_limits(config: &Config, plan: &DescriptorPlan, metrics: &server::Metrics) -> PortLimits {
+    let turns_max = config.limits.turns_in_flight_max;
+    PortLimits::data(&config.connections, turns_max, plan.turns, metrics)
 }
 
 /// Waits until the router leaves, serves on for a while, and drains.
-async fn leave(config: &Config, tasks: &Tasks) -> Result<(), Error> {
+async fn leave(config: &Config, tasks: &Tasks, traces_end: TracesEnd) -> Result<(), Error> {
     tasks.leave_token().cancelled().await;
     supervisor::tell_stopping();
     info!(lame_duck_ms = config.lame_duck().as_millis(), "leaving: not ready, serving on");
@@ -234,6 +244,7 @@ async fn leave(config: &Config, tasks: &Tasks) -> Result<(), Error> {
     let _ = tokio::time::timeout(config.lame_duck(), tasks.cancelled()).await;
     info!(drain_ms_max = config.drain_max().as_millis(), "draining");
     let ended_cleanly = tasks.stop(config.drain_max()).await;
+    traces_end.flush().await;
     info!("stopped");
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
@@ -250,15 +261,6 @@ fn fit_limits(limits: &mut LimitsTable, descriptors: &DescriptorPlan) {
     if limits.fit_to_connections(descriptors.turns) {
         let turns = limits.turns_in_flight_max;
         warn!(turns, "few file descriptors, so fewer turns may be in flight");
-    }
-}
-
-/// Returns what clients share.
-fn pool_sizes(limits: &LimitsTable) -> PoolSizes {
-    PoolSizes {
-        turns: limits.turns_in_flight_max,
-        body_bytes: limits.body_bytes_in_flight_max,
-        tokenizer_bytes: limits.tokenizer_bytes_max,
     }
 }
 
@@ -339,6 +341,7 @@ struct FleetParts {
     idle_connections_max: usize,
     announcements: Option<Arc<Announcements>>,
     access_log: Option<AccessLog>,
+    traces: Traces,
 }
 
 /// Creates the client of the store that holds claims.
@@ -384,6 +387,18 @@ fn start_access_log(
     let path = config.log.access.as_path();
     let is_on = !path.as_os_str().is_empty();
     is_on.then(|| AccessLog::start(path, registry)).transpose().map_err(Error::AccessLog)
+}
+
+/// Starts the export of the turns' spans, if the settings name a collector.
+fn start_traces(
+    config: &Config,
+    registry: &mut Registry,
+    file_metrics: &reload::Metrics,
+    tasks: &Tasks,
+) -> Result<(Traces, TracesEnd), traces::Error> {
+    let (service, version) = ("berth-router", env!("CARGO_PKG_VERSION"));
+    let exported = Exported { service, version, instance: format!("{:016x}", fastrand::u64(..)) };
+    traces::start(&config.traces, exported, registry, file_metrics, tasks)
 }
 
 /// Returns how many agents share the idle connections.
@@ -476,5 +491,6 @@ fn build_shared(
         leaves: tasks.leave_token(),
         announcements: parts.announcements,
         access_log: parts.access_log,
+        traces: parts.traces,
     })
 }

@@ -26,7 +26,7 @@ use self::{
     pool::Pool,
     rates::{Rated, Rates},
 };
-use crate::auth::Caller;
+use crate::{auth::Caller, config::tables::LimitsTable};
 
 /// The client that limits count against.
 #[derive(Debug, Clone)]
@@ -140,6 +140,16 @@ pub(crate) struct PoolSizes {
     pub(crate) turns: usize,
     pub(crate) body_bytes: usize,
     pub(crate) tokenizer_bytes: usize,
+}
+
+impl From<&LimitsTable> for PoolSizes {
+    fn from(limits: &LimitsTable) -> Self {
+        Self {
+            turns: limits.turns_in_flight_max,
+            body_bytes: limits.body_bytes_in_flight_max,
+            tokenizer_bytes: limits.tokenizer_bytes_max,
+        }
+    }
 }
 
 /// The pools, and the limits per minute.

@@ -16,7 +16,7 @@
 //! - `form`: reads the model of a request that isn't JSON.
 //! - `priority`: bounds the priority that the request asks for.
 //! - `usage`: counts the tokens that turns use.
-//! - `access_log`: writes a line for each request.
+//! - `access_log`: writes a line for each request. `spans`: what a turn's trace tells.
 //! - `recorder`: makes the record of a turn's end; `ended`: the last records.
 //! - [`preamble`]: finds the volatile preamble in the request's body.
 //! - `prompt_length`: refuses prompts that fit into no context.
@@ -71,6 +71,7 @@ pub(crate) mod responses;
 pub mod session_names;
 pub(crate) mod sessions;
 pub(crate) mod shared;
+pub(crate) mod spans;
 mod staged_prefill;
 mod target;
 pub(crate) mod upstream;
@@ -97,6 +98,7 @@ use service::{
     running_turns::RunningTurn,
     server::PeerAddress,
 };
+use tokio::time::timeout_at;
 use tracing::{debug, info, warn};
 
 use self::{
@@ -109,7 +111,7 @@ use self::{
     placer::PlacedTurn,
     priority::TurnPriority,
     proxy::{OutboundTurn, TurnCapacity},
-    recorder::TurnRecorder,
+    recorder::{Observers, TurnRecorder},
     request::{SessionIntent, Turn},
     shared::{Shared, StreamFlag},
     usage::TurnTokens,
@@ -133,7 +135,7 @@ pub(crate) async fn run(
     body: axum::body::Body,
     wants_stream: &StreamFlag,
 ) -> Result<Response, Error> {
-    let arrived_at = now();
+    let (observers, arrived_at) = (Observers::take_from(&mut parts.extensions), now());
     let deadline = arrived_at + shared.turn_max;
     let mut sharer = sharer(caller, &parts.extensions);
     let principal = &*caller.principal;
@@ -147,11 +149,10 @@ pub(crate) async fn run(
     }
     let context_tokens =
         || prompt_length::longest_context_tokens(&shared).filter(|_| kind.has_json_body());
-    let reading = shared.bodies.read(body, &sharer, context_tokens);
-    let mut held_body = match tokio::time::timeout_at(deadline.into(), reading).await {
-        Ok(body) => body?,
-        Err(_) => return Err(Error::BodyLate),
-    };
+    let receiving = shared.bodies.read(body, &sharer, context_tokens);
+    let receiving = observers.trace.within("receive", receiving);
+    let received = timeout_at(deadline.into(), receiving).await;
+    let mut held_body = received.map_err(|_| Error::BodyLate)??;
     shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
     let reading = read_any_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal);
     let (mut turn, unfit) = reading.await?;
@@ -169,11 +170,12 @@ pub(crate) async fn run(
         shared.directory.settled_view().await;
     }
     let turn_id = shared.placer.new_turn_id();
-    let placed = {
+    let deciding = async {
         let bytes = body.bytes().expect("a body that isn't sent doesn't give way");
         prompt_length::check(&shared, &turn, parts.uri.path(), &bytes, &sharer, deadline).await?;
-        hinted::place(&shared, &mut turn, turn_id, parts.uri.path(), &bytes, &sharer).await?
+        hinted::place(&shared, &mut turn, turn_id, parts.uri.path(), &bytes, &sharer).await
     };
+    let placed = observers.trace.within("decide", deciding).await?;
     if let (Some(tokens), Some(blocks)) = (&mut capacity.tokens, &placed.blocks) {
         tokens.set_prompt_tokens(blocks.prompt_overlap().tokens);
     }
@@ -191,7 +193,7 @@ pub(crate) async fn run(
         kind,
         arrived_at,
         deadline,
-        access_entry: parts.extensions.remove(),
+        observers,
     };
     Box::pin(send(&shared, &turn, &outbound, placed, capacity, &unsent)).await
 }
@@ -380,7 +382,7 @@ async fn send(
 ) -> Result<Response, Error> {
     let facts = (outbound.turn_id, outbound.kind, outbound.arrived_at);
     let mut recorder = TurnRecorder::new(shared, turn, facts, &placed, capacity.tokens.take());
-    recorder.set_access_entry(outbound.access_entry.clone());
+    recorder.set_observers(outbound.observers.clone());
     let mut close_guard = CloseGuard::new(shared, turn, placed.worker);
     tokio::select! {
         biased;
@@ -431,7 +433,8 @@ async fn place_again(
         shared.metrics.bodies_gone.inc();
         return None;
     };
-    let second = shared.placer.decide_again(turn, outbound.turn_id, placed, failed_worker).await?;
+    let deciding = shared.placer.decide_again(turn, outbound.turn_id, placed, failed_worker);
+    let second = outbound.observers.trace.within("decide", deciding).await?;
     shared.metrics.count_retry(reason);
     let turn_id = format!("{:016x}", outbound.turn_id);
     debug!(turn = turn_id, why = reason, worker = second.worker_name, "retried");

@@ -31,7 +31,7 @@ use proto::{
     claim,
     route::Kind,
 };
-use service::clock::now;
+use service::{clock::now, traces::record::SpanKind};
 use tracing::debug;
 
 use super::{
@@ -45,6 +45,7 @@ use super::{
     proxy::{self, OutboundTurn, is_event_stream},
     request::Turn,
     shared::Shared,
+    spans,
     target::{PlacedPrefill, Target},
 };
 use crate::{
@@ -280,14 +281,20 @@ fn run_prefill(
         resident_tokens: prefill.resident_tokens,
         bootstrap: Some(&bootstrap),
     };
-    let request = outbound.turn_request(&target, body);
+    let mut span = outbound.observers.trace.child("prefill", SpanKind::Client);
+    span.set(spans::WORKER, &*prefill.worker_name);
+    let mut request = outbound.turn_request(&target, body);
+    span.inject(request.headers_mut());
     let (worker, worker_name) = (prefill.worker, prefill.worker_name.clone());
     let (upstream, deadline) = (Arc::clone(&shared.upstream), outbound.deadline);
     let lease = prefill.lease.take();
     let kept_max = if turn.merges_logprobs { LOGPROB_BYTES_MAX } else { ERROR_BYTES_MAX };
     Box::pin(async move {
-        let response =
-            proxy::send_request(&upstream, worker, &worker_name, request, deadline).await?;
+        // The span ends with the prefill engine's answer.
+        let mut span = span;
+        let sent = proxy::send_request(&upstream, worker, &worker_name, request, deadline).await;
+        spans::record_head(&mut span, &sent);
+        let response = sent?;
         let silent = upstream.pulses().wait_until_silent(worker.agent);
         tokio::select! {
             biased;

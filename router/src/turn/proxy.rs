@@ -33,19 +33,22 @@ use proto::{
     hints::{HINTS, TurnHints},
     route::Kind,
 };
-use service::{clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused};
+use service::{
+    clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused,
+    traces::record::SpanKind,
+};
 use tokio::time::Sleep;
 
 use super::{
-    access_log::AccessEntry,
     agent_body::AgentBody,
     body::RetryBody,
     directory::BindingHold,
     error::NoAnswer,
     placer::PlacedTurn,
     pulses::{CHECK_INTERVAL, Pulses},
-    recorder::TurnRecorder,
+    recorder::{Observers, TurnRecorder},
     shared::Shared,
+    spans,
     target::Target,
     upstream::{SendError, UpstreamClient},
     usage::TurnTokens,
@@ -89,8 +92,8 @@ pub(crate) struct OutboundTurn {
     pub(crate) arrived_at: Instant,
     /// When the turn is cut off.
     pub(crate) deadline: Instant,
-    /// The request's entry in the access log, if there is a log.
-    pub(super) access_entry: Option<Arc<AccessEntry>>,
+    /// What gets the turn's record, and its spans.
+    pub(super) observers: Observers,
 }
 
 impl OutboundTurn {
@@ -147,11 +150,17 @@ impl OutboundTurn {
         placed: &PlacedTurn,
         body: Bytes,
     ) -> Result<Response<Incoming>, NoAnswer> {
+        let mut span = self.observers.trace.child("send", SpanKind::Client);
+        span.set(spans::WORKER, &*placed.worker_name);
         let mut request = self.turn_request(&placed.target(), body);
+        span.inject(request.headers_mut());
         if let Some(claim) = &placed.claim {
             claim.write_to(request.headers_mut());
         }
-        send_request(upstream, placed.worker, &placed.worker_name, request, self.deadline).await
+        let (worker, worker_name) = (placed.worker, &placed.worker_name);
+        let answer = send_request(upstream, worker, worker_name, request, self.deadline).await;
+        spans::record_head(&mut span, &answer);
+        answer
     }
 }
 

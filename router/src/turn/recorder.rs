@@ -3,16 +3,23 @@
 //! A turn is one request and its answer. `turn` creates a [`TurnRecorder`] when it has placed a
 //! turn, and the answer's body keeps it. The end of the answer, a failure and a client that leaves
 //! all drop the recorder. What counts or shows the ends of turns is fed there and nowhere else: the
-//! metrics, the keys' limits of tokens, the access log, and the list of the last turns.
+//! metrics, the keys' limits of tokens, the access log, the trace, and the list of the last turns.
 
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use http::Extensions;
 use parking_lot::Mutex;
 use proto::{load::Retention, route::Kind};
-use service::clock::now;
+use service::{
+    clock::now,
+    traces::{
+        record::SpanKind,
+        span::{Span, Trace},
+    },
+};
 
 use super::{
     access_log::AccessEntry,
@@ -21,6 +28,7 @@ use super::{
     placer::PlacedTurn,
     request::Turn,
     shared::Shared,
+    spans,
     usage::{TurnTokens, TurnUsage, UsageMeter},
 };
 use crate::{
@@ -28,7 +36,25 @@ use crate::{
     metrics::{Metrics, TurnOutcome, TurnTokenCounts},
 };
 
-/// Counts a turn as in flight, and records its end on drop.
+/// What gets the record of a turn for its operator, as the request brings it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Observers {
+    /// The request's entry in the access log. `None` without a log.
+    access_entry: Option<Arc<AccessEntry>>,
+    /// The turn's trace.
+    pub(super) trace: Trace,
+}
+
+impl Observers {
+    /// Takes the observers of a request out of its extensions.
+    pub(super) fn take_from(extensions: &mut Extensions) -> Self {
+        let trace = extensions.remove().unwrap_or_default();
+        Self { access_entry: extensions.remove(), trace }
+    }
+}
+
+/// Counts a turn as in flight, and records its end on drop. Its many fields: each that counts or
+/// shows the end has its own.
 #[derive(Debug)]
 pub(crate) struct TurnRecorder {
     metrics: Arc<Metrics>,
@@ -48,8 +74,9 @@ pub(crate) struct TurnRecorder {
     /// When the last part of the answer's body came. `None` before the first.
     last_part_at: Option<Instant>,
     is_stream: bool,
-    /// The entry in the access log, which gets the record. `None` without a log.
-    access_entry: Option<Arc<AccessEntry>>,
+    /// The span of the answer's body, from its head to its end.
+    stream: Span,
+    observers: Observers,
 }
 
 impl TurnRecorder {
@@ -96,13 +123,14 @@ impl TurnRecorder {
             ttft_expected: placed.ttft_expected,
             last_part_at: None,
             is_stream: false,
-            access_entry: None,
+            stream: Span::default(),
+            observers: Observers::default(),
         }
     }
 
-    /// Sets the entry of the turn's request in the access log.
-    pub(super) fn set_access_entry(&mut self, entry: Option<Arc<AccessEntry>>) {
-        self.access_entry = entry;
+    /// Sets who gets the turn's record.
+    pub(super) fn set_observers(&mut self, observers: Observers) {
+        self.observers = observers;
     }
 
     /// Records that the turn goes to a second worker.
@@ -121,6 +149,7 @@ impl TurnRecorder {
     pub(super) fn begin_answer(&mut self, status: u16, is_success: bool, is_stream: bool) {
         self.record_mut().status = Some(status);
         self.is_stream = is_stream;
+        self.stream = self.observers.trace.child("stream", SpanKind::Internal);
         self.meter = is_success.then(|| UsageMeter::new(is_stream));
     }
 
@@ -197,9 +226,10 @@ impl Drop for TurnRecorder {
             uncached_expected: record.uncached_tokens_expected,
         });
         self.metrics.turns_in_flight.dec();
-        if let Some(entry) = &self.access_entry {
+        if let Some(entry) = &self.observers.access_entry {
             entry.set_turn(&record);
         }
+        spans::end(&self.observers.trace, &record);
         if record.kind.is_generation() {
             self.recent_turns.lock().add(record);
         }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use service::{running_turns::RunningTurns, tasks::Tasks};
+use service::{running_turns::RunningTurns, tasks::Tasks, traces::Traces};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -84,6 +84,8 @@ pub(crate) struct Shared {
     pub(crate) cache_isolation: CacheIsolation,
     /// The log of all requests; `None`: there is none.
     pub(crate) access_log: Option<AccessLog>,
+    /// Makes the traces of turns.
+    pub(crate) traces: Traces,
     /// Cancelled when the router leaves, and soon stops.
     pub(crate) leaves: CancellationToken,
 }

@@ -25,6 +25,7 @@ use proto::staged_prefill;
 use service::{
     clock::{now, whole_millis},
     log::describe_error,
+    traces::{context::context_headers, record::SpanKind},
 };
 use tracing::debug;
 
@@ -48,12 +49,15 @@ pub(crate) async fn run(
     else {
         return;
     };
+    let span = outbound.observers.trace.child("staged_prefill", SpanKind::Client);
     placed.lease.begin_staged_prefill();
     let began_at = now();
     // The number of tokens that the turn itself has to compute, or why staged prefill failed.
     let remaining_result = match prompt_token_ids(shared, turn, outbound, placed).await {
         None => Err(StagedPrefillEnd::NoIds),
-        Some(StagedPrompt { token_ids, headers }) => {
+        Some(StagedPrompt { token_ids, mut headers }) => {
+            headers.extend(context_headers(&outbound.headers));
+            span.inject(&mut headers);
             let body = staged_prefill::encode(&token_ids);
             compute_in_stages(shared, outbound, placed, headers, body, resident_tokens).await
         }
