@@ -28,6 +28,7 @@ use serde::{Deserialize, Serialize};
 use service::{
     server::ConnectionSettings,
     settings::{self, Problems},
+    traces::settings::TracesTable,
 };
 
 use self::{
@@ -200,6 +201,8 @@ pub struct Config {
     pub tls: TlsTable,
     /// How the agent recognizes routers, and who may use the admin port.
     pub auth: AuthTable,
+    /// Where the spans of turns go.
+    pub traces: TracesTable,
 }
 
 impl Config {
@@ -219,6 +222,7 @@ impl Config {
         config.check(&mut problems);
         config.check_access(&mut problems);
         problems.extend(config.connections.problems());
+        problems.extend(config.traces.problems());
         problems.extend(engine_api_key().err().map(str::to_owned));
         problems.extend(engine_admin_key().err().map(str::to_owned));
         problems.extend(config.auth.problem(config.listen.admin_addr));
@@ -260,6 +264,7 @@ impl Config {
     pub fn file_problems(&self) -> Vec<String> {
         let mut problems = access::file_problems(&self.tls, &self.auth);
         problems.extend(self.announce.file_problems());
+        problems.extend(self.traces.file_problem());
         problems
     }
 

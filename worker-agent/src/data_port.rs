@@ -4,8 +4,9 @@
 //! - [`router_auth`] lets only routers pass.
 //! - [`routes`] dispatches the HTTP requests, and [`turn`] takes a turn through the agent.
 //! - [`route_features`] tells which features of a session each route supports.
-//! - [`request`] checks and rewrites the body.
+//! - [`request`] checks and rewrites the body; `body_parts` sends it.
 //! - `exchange` follows the turn inside the engine, and [`response_scanner`] scans the answer.
+//! - `spans` says what a turn's trace tells.
 //! - [`aborts`] aborts turns for their clients.
 //! - `control` passes on the calls of operators and trainers.
 //! - `refusals` maps the agent's errors to HTTP.
@@ -14,6 +15,7 @@
 //! the control port ([`crate::control_port`]).
 
 pub mod aborts;
+mod body_parts;
 mod control;
 mod exchange;
 mod refusals;
@@ -22,6 +24,7 @@ pub mod response_scanner;
 pub mod route_features;
 pub mod router_auth;
 pub mod routes;
+pub(crate) mod spans;
 pub mod turn;
 
 pub use self::{

@@ -39,11 +39,10 @@ pub mod shim;
 pub mod staged_prefill;
 pub mod staged_prefill_queue;
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::Router;
 use prometheus_client::registry::Registry;
-use proto::load::LoadReport;
 use service::{
     admin::{self, AdminData},
     auth::{gate::Gate, key_file},
@@ -56,6 +55,7 @@ use service::{
     supervisor::{self, Watchdog},
     tasks::Tasks,
     tls::server::ServerTls,
+    traces::{self, Traces, TracesEnd, record::Exported},
 };
 use tokio::sync::{Notify, mpsc, watch};
 
@@ -68,7 +68,7 @@ use crate::{
     gpu::Gpus,
     guard::Guards,
     ledger::Limits,
-    metrics::Metrics,
+    metrics::{Metrics, readiness},
     owner::{AgentHandle, Ending, engine_monitor::EngineMonitor},
     session::{ShareSettings, TableSettings, journal::Journal},
     shim::ShimHandle,
@@ -142,6 +142,9 @@ pub enum Error {
     /// A certificate, key or token can't be used.
     #[error("can't use a file named in [tls], [auth] or [announce]")]
     File(#[from] reload::Error),
+    /// The spans of turns can't be exported.
+    #[error(transparent)]
+    Traces(#[from] traces::Error),
     /// A task that the agent needs has ended.
     #[error("an essential task ended; the log says which and why")]
     TaskEnded,
@@ -174,10 +177,8 @@ pub async fn run(
     let announcer = announcer::start(&config, control, &file_metrics, registry, &tasks)?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
-    let republish_interval = ms(config.engine.republish_interval_ms);
-    let kv_metrics = kv_events::metrics::Metrics::new(registry);
-    let kv_setup = kv_events::KvSetup { epoch, shim, republish_interval, metrics: kv_metrics };
-    let kv_events = kv_events::start(kv_setup, tasks.token())?;
+    let (traces, traces_end) = start_traces(&config, control, registry, &file_metrics, &tasks)?;
+    let kv_events = start_kv_events(&config, epoch, shim, registry, &tasks)?;
     let (found_files_sender, found_files) = watch::channel(None);
     control_port::start(
         agent.clone(),
@@ -187,7 +188,7 @@ pub async fn run(
         port_limits.control_listener(listeners.control, access.clone(), registry),
         tasks.token(),
     )?;
-    let ready = track_readiness(agent.report.clone(), &metrics, &tasks);
+    let ready = readiness::track(agent.report.clone(), &metrics, &tasks);
     gpu::metrics::register(registry, gpus.subscribe(), agent.report.clone());
     let gate = admin_gate(&config, &listeners.admin, &file_metrics, &tasks)?;
     let (text, actions) = (settings::to_toml(&config), admin_actions::routes(agent.clone()));
@@ -216,14 +217,43 @@ pub async fn run(
         tasks: tasks.clone(),
         running_turns: data_port::aborts::AgentTurns::default(),
         metrics,
+        traces,
     };
     start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;
-
     tokio::select! {
         ending = stop => drain(&agent, &announcer, ms(config.shutdown.drain_ms_max), ending).await,
         () = tasks.cancelled() => {}
     }
-    if tasks.stop(SHUTDOWN_TIME_MAX).await { Ok(()) } else { Err(Error::TaskEnded) }
+    let ended_cleanly = tasks.stop(SHUTDOWN_TIME_MAX).await;
+    traces_end.flush().await;
+    if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
+}
+
+/// Starts the export of the turns' spans, if the settings name a collector.
+fn start_traces(
+    config: &Config,
+    control: SocketAddr,
+    registry: &mut Registry,
+    file_metrics: &reload::Metrics,
+    tasks: &Tasks,
+) -> Result<(Traces, TracesEnd), traces::Error> {
+    let (service, version) = ("berth-agent", env!("CARGO_PKG_VERSION"));
+    let exported = Exported { service, version, instance: config.agent_id(control) };
+    traces::start(&config.traces, exported, registry, file_metrics, tasks)
+}
+
+/// Starts to follow the engine's KV events.
+fn start_kv_events(
+    config: &Config,
+    epoch: u64,
+    shim: ShimHandle,
+    registry: &mut Registry,
+    tasks: &Tasks,
+) -> std::io::Result<kv_events::KvHandle> {
+    let republish_interval = ms(config.engine.republish_interval_ms);
+    let metrics = kv_events::metrics::Metrics::new(registry);
+    let setup = kv_events::KvSetup { epoch, shim, republish_interval, metrics };
+    kv_events::start(setup, tasks.token())
 }
 
 fn body_budget(limits: &LimitsTable) -> BodyBudget {
@@ -464,36 +494,4 @@ fn limits(config: &Config) -> Limits {
         pin_budget_ratio: config.sessions.pin_budget_ratio,
         turns_max: config.limits.turns_in_flight_max,
     }
-}
-
-/// Starts a task that derives the agent's readiness and the load metrics from each load report. The
-/// agent is ready while it can take turns. Returns the readiness; an error is the reason.
-fn track_readiness(
-    mut reports: watch::Receiver<Arc<LoadReport>>,
-    metrics: &Metrics,
-    tasks: &Tasks,
-) -> watch::Receiver<Result<(), String>> {
-    let (sender, readiness) = watch::channel(Err("starting".to_owned()));
-    let (metrics, token) = (metrics.clone(), tasks.token());
-    tasks.spawn_essential("readiness", async move {
-        loop {
-            let report = reports.borrow_and_update().clone();
-            metrics.set_load(&report);
-            let new_readiness = match (&report.unhealthy, report.draining) {
-                (Some(reason), _) => Err(reason.clone()),
-                (None, true) => Err("draining".to_owned()),
-                (None, false) => Ok(()),
-            };
-            sender.send_if_modified(|readiness| {
-                let has_changed = *readiness != new_readiness;
-                *readiness = new_readiness;
-                has_changed
-            });
-            tokio::select! {
-                () = token.cancelled() => return,
-                changed = reports.changed() => if changed.is_err() { return },
-            }
-        }
-    });
-    readiness
 }

@@ -4,9 +4,10 @@
 //! KV pages, and the figures of the load report. All have base units, and labels with few values.
 //! The owner task, the data port and staged prefill call the functions; the admin port serves the
 //! values. Metrics of GPUs and of KV events are in `gpu::metrics` and `kv_events::metrics`. The
-//! child `load` has those of the load report.
+//! child `load` has those of the load report, which `readiness` follows.
 
 mod load;
+pub(crate) mod readiness;
 
 use std::time::Duration;
 

@@ -22,7 +22,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
-use http::{HeaderValue, StatusCode};
+use http::{HeaderMap, HeaderValue, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use proto::{
     claim,
@@ -33,11 +33,12 @@ use serde::Deserialize;
 use service::{
     budget::HeldBody,
     refusal::{Code, Refusal},
+    traces::context::context_headers,
 };
 use tracing::debug;
 
 use crate::{
-    data_port::{self, Caller, TurnContext},
+    data_port::{self, Caller, TurnContext, spans},
     metrics::StageOutcome,
     staged_prefill_queue::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s},
 };
@@ -79,6 +80,8 @@ struct Prompt {
     /// The salt of the turn: the engine shares KV only among requests with the same salt. It has
     /// only characters that JSON doesn't escape.
     cache_salt: Option<String>,
+    /// The context of the trace that the prompt's stages belong to.
+    trace_headers: HeaderMap,
 }
 
 /// The size of a stage, and the prefill rate of the rank, from which that size is computed.
@@ -131,7 +134,9 @@ impl StagedPrefillRunner {
 
     /// Computes a prompt until at most one stage is left. The response's header [`UNCACHED_TOKENS`]
     /// says how many tokens are left.
-    async fn respond(&self, request: Request) -> Response {
+    async fn respond(&self, mut request: Request) -> Response {
+        let (traces, headers) = (&self.context.traces, request.headers_mut());
+        let trace = spans::begin(traces, headers, PATH, "staged_prefill");
         match self.compute_prompt(request).await {
             Ok(left_tokens) => {
                 let mut response = StatusCode::NO_CONTENT.into_response();
@@ -141,6 +146,7 @@ impl StagedPrefillRunner {
             Err(refusal) => {
                 debug!(%refusal, "refused staged prefill of a prompt");
                 self.context.metrics.count_refusal(refusal.code);
+                spans::refuse(&trace, &refusal);
                 refusal.into_response()
             }
         }
@@ -194,6 +200,7 @@ impl StagedPrefillRunner {
                 .unwrap_or(usize::MAX)
                 .min(prompt_tokens),
             cache_salt,
+            trace_headers: context_headers(&parts.headers),
             body,
         })
     }
@@ -263,6 +270,7 @@ impl StagedPrefillRunner {
             &prompt.principal,
             prompt.dp_rank,
             resident_tokens,
+            &prompt.trace_headers,
             body,
         )
         .await?;

@@ -25,7 +25,13 @@ use http_body::{Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::ResponseFuture;
-use service::refusal::{Code, Refusal};
+use service::{
+    refusal::{Code, Refusal},
+    traces::{
+        record::SpanKind,
+        span::{Span, Trace},
+    },
+};
 use tokio::{sync::oneshot, time::Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tracing::debug;
@@ -36,6 +42,7 @@ use super::{
     refusals::connection_refusal,
     request::AbortReach,
     response_scanner::Scanner,
+    spans,
 };
 use crate::{
     owner::{Lease, RunModeResult},
@@ -96,6 +103,9 @@ pub(super) struct Exchange {
     /// The weights epoch at the admission of a turn in a pinned session, until its answer's first
     /// bytes arrive.
     awaited_epoch: Option<u64>,
+    /// The span of the answer's body. Empty before its head, and after its end.
+    stream: Span,
+    trace: Trace,
     context: TurnContext,
 }
 
@@ -120,6 +130,7 @@ impl Exchange {
         answer: ResponseFuture,
         abort_confirms_end: bool,
         running: AgentTurn,
+        trace: Trace,
     ) -> Self {
         let token = running.aborted_token();
         let cut_off = (running.facts().reach == AbortReach::Connection)
@@ -139,6 +150,8 @@ impl Exchange {
             is_abandoned: false,
             is_refused_by_shim: false,
             awaited_epoch: None,
+            stream: Span::default(),
+            trace,
             context,
         }
     }
@@ -253,6 +266,8 @@ impl Exchange {
         let (head, body) = response.into_parts();
         self.context.metrics.record_first_byte(self.sent_at.elapsed());
         self.status = head.status;
+        self.trace.change(|span| spans::set_status(span, head.status.as_u16()));
+        self.stream = self.trace.child("stream", SpanKind::Internal);
         let content_type = head.headers.get(header::CONTENT_TYPE);
         self.scanner = Scanner::new(content_type.map(HeaderValue::as_bytes));
         self.engine_answer = Some(EngineAnswer::Body(body));
@@ -271,6 +286,8 @@ impl Exchange {
         self.running = None;
         if let Some(lease) = self.lease.take() {
             self.context.metrics.record_turn_end(outcome.as_str(), self.sent_at.elapsed());
+            self.stream = Span::default();
+            spans::end(&std::mem::take(&mut self.trace), outcome);
             lease.finish(outcome);
             if outcome == Outcome::Lost && self.abort_confirms_end && !self.is_abandoned {
                 self.abort_in_background();
@@ -401,6 +418,8 @@ impl Drop for Exchange {
             is_abandoned: true,
             is_refused_by_shim: self.is_refused_by_shim,
             awaited_epoch: None,
+            stream: std::mem::take(&mut self.stream),
+            trace: std::mem::take(&mut self.trace),
             context: self.context.clone(),
         };
         debug!(rid = abandoned_exchange.rid, "the client of a turn has disconnected");

@@ -10,17 +10,11 @@
 //! because only then can the session take another turn. The owner task's session table decides
 //! which turns run; this module decides nothing about sessions.
 
-use std::{
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
-use http_body::{Frame, SizeHint};
 use proto::{
     abort::REQUEST_ID,
     bootstrap::Bootstrap,
@@ -38,17 +32,20 @@ use service::{
     headers::{remove_hop_by_hop, strip_request},
     refusal::{Code, Refusal},
     tasks::Tasks,
+    traces::{Traces, record::SpanKind, span::Trace},
 };
 use tokio::sync::Notify;
 use tracing::debug;
 
 use super::{
     aborts::{self, AgentTurn, AgentTurns},
+    body_parts::BodyParts,
     exchange::Exchange,
     refusals::{connection_refusal, refusal},
     request::{self, BodyContext, ParsedRequest},
     route_features::route_turns,
     router_auth::{Caller, RouterAuth},
+    spans,
 };
 use crate::{
     engine::{self, EngineClient},
@@ -95,6 +92,8 @@ pub struct TurnContext {
     pub running_turns: AgentTurns,
     /// The agent's metrics.
     pub metrics: Metrics,
+    /// Makes the traces of turns.
+    pub traces: Traces,
 }
 
 impl TurnContext {
@@ -123,6 +122,7 @@ impl TurnContext {
 
 /// Sends a turn of the agent itself, without a session, on behalf of a client. It takes the same
 /// path as turns from routers. `caller` sent the request, and `principal` came in a header.
+/// `trace_headers` has the context of the trace that the turn belongs to.
 ///
 /// # Errors
 /// Why the turn was refused, or could not be sent.
@@ -132,9 +132,10 @@ pub async fn send_own_turn(
     principal: &str,
     dp_rank: u32,
     resident_tokens: u64,
+    trace_headers: &HeaderMap,
     body: String,
 ) -> Result<Response, Refusal> {
-    let request = Request::post(GENERATE.path)
+    let mut request = Request::post(GENERATE.path)
         .header(
             claim::PRINCIPAL,
             HeaderValue::from_bytes(principal.as_bytes()).expect("it came in a header"),
@@ -145,7 +146,8 @@ pub async fn send_own_turn(
         .extension(caller)
         .body(Body::from(body))
         .expect("a route's path and a number are legal");
-    serve_request(context, GENERATE, request).await
+    request.headers_mut().extend(trace_headers.clone());
+    serve_as(context, GENERATE, request, "stage").await
 }
 
 /// Serves one request: runs a turn, or passes on a request that is not a turn.
@@ -154,10 +156,34 @@ pub(super) async fn serve_request(
     route: Route,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let (request_head, body) = request.into_parts();
+    serve_as(context, route, request, "turn").await
+}
+
+/// Serves one request. If it is a turn, its span has this name.
+async fn serve_as(
+    context: &TurnContext,
+    route: Route,
+    request: Request,
+    span_name: &'static str,
+) -> Result<Response, Refusal> {
+    let (mut request_head, body) = request.into_parts();
     if !route.kind.is_turn() {
         return pass_through(context, &request_head, body).await;
     }
+    let headers = &mut request_head.headers;
+    let trace = spans::begin(&context.traces, headers, route.path, span_name);
+    let served = serve_turn(context, route, request_head, body, trace.clone()).await;
+    served.inspect_err(|refusal| spans::refuse(&trace, refusal))
+}
+
+/// Runs a turn.
+async fn serve_turn(
+    context: &TurnContext,
+    route: Route,
+    request_head: http::request::Parts,
+    body: Body,
+    trace: Trace,
+) -> Result<Response, Refusal> {
     check_encoding(&request_head.headers)?;
     let bootstrap = Bootstrap::from_headers(&request_head.headers)
         .map_err(|error| Refusal::new(Code::Claim, error.to_string()))?;
@@ -176,14 +202,15 @@ pub(super) async fn serve_request(
     let turns = &context.running_turns;
     let running = aborts::add_turn(turns, &principal, &parsed, &request_head.headers, rid);
     let waits_since = now();
+    let waiting = lease.wait_for_admission(parsed.need, prompt_start);
     let admission = tokio::select! {
         biased;
         () = running.aborted() => return aborts::answer_unsent(route.kind, &parsed),
-        admission = lease.wait_for_admission(parsed.need, prompt_start) => admission,
+        admission = trace.within("queue", waiting) => admission,
     };
     let admitted = admission.map_err(|error| refusal(&error))?;
     context.metrics.record_queue_wait(now().saturating_duration_since(waits_since));
-    ReadTurn { route, request_head, parsed, held_body, lease, running }
+    ReadTurn { route, request_head, parsed, held_body, lease, running, trace }
         .run_at_engine(context, admitted)
         .await
 }
@@ -196,6 +223,7 @@ struct ReadTurn {
     held_body: HeldBody,
     lease: Lease,
     running: AgentTurn,
+    trace: Trace,
 }
 
 impl ReadTurn {
@@ -205,7 +233,7 @@ impl ReadTurn {
         context: &TurnContext,
         admitted: AdmittedTurn,
     ) -> Result<Response, Refusal> {
-        let Self { route, request_head, parsed, held_body, mut lease, running } = self;
+        let Self { route, request_head, parsed, held_body, mut lease, running, trace } = self;
         if running.is_aborted() {
             return aborts::answer_unsent(route.kind, &parsed);
         }
@@ -222,13 +250,17 @@ impl ReadTurn {
         let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
         let mut outgoing = engine_request(context, &request_head, body);
         add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
+        let engine_span = trace.child("engine", SpanKind::Client);
+        engine_span.inject(outgoing.headers_mut());
         lease.mark_sent();
         let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
         let rid = engine_rid(route.kind, &lease.rid);
         let answer = context.engine.send(outgoing);
         let mut exchange =
-            Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end, running);
-        let answer_head = exchange.wait_for_head().await?;
+            Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end, running, trace);
+        let answer_head = exchange.wait_for_head().await;
+        drop(engine_span);
+        let answer_head = answer_head?;
         if let Some(refusal) = overtaken_refusal(context, &turn) {
             return Err(refusal);
         }
@@ -434,42 +466,4 @@ fn client_response(head: http::response::Parts, exchange: Exchange) -> Response 
         head.headers.insert("x-berth-rid", rid);
     }
     Response::from_parts(head, Body::new(exchange))
-}
-
-/// A body that is sent in parts, and whose total length is known.
-struct BodyParts<H> {
-    parts: std::collections::VecDeque<Bytes>,
-    /// The bytes that are not sent yet.
-    unsent_bytes: u64,
-    /// A value that must live until the body is sent, such as its share of a memory budget.
-    _kept_alive: Option<H>,
-}
-
-impl<H> BodyParts<H> {
-    fn new(parts: Vec<Bytes>, kept_alive: Option<H>) -> Self {
-        let unsent_bytes = parts.iter().map(|part| part.len() as u64).sum();
-        Self { parts: parts.into(), unsent_bytes, _kept_alive: kept_alive }
-    }
-}
-
-impl<H: Unpin> http_body::Body for BodyParts<H> {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let part = self.parts.pop_front();
-        self.unsent_bytes -= part.as_ref().map_or(0, |part| part.len() as u64);
-        Poll::Ready(part.map(|part| Ok(Frame::data(part))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.parts.is_empty()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.unsent_bytes)
-    }
 }
