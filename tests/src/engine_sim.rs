@@ -256,6 +256,11 @@ impl EngineSim {
     pub fn bodies_seen(&self, path: &str) -> Vec<bytes::Bytes> {
         self.seen.bodies(path)
     }
+
+    /// Returns the headers of the recorded requests to `path`, oldest first.
+    pub fn headers_seen(&self, path: &str) -> Vec<::http::HeaderMap> {
+        self.seen.headers(path)
+    }
 }
 
 /// Binds and starts one KV event publisher per rank, if publishing is configured.

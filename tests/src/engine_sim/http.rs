@@ -14,7 +14,7 @@ use axum::{
     body::Body,
     extract::{DefaultBodyLimit, FromRequest, State},
     handler::Handler as _,
-    http::{Request, StatusCode, header},
+    http::{self, HeaderMap, Request, StatusCode, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{any, any_service, get, post},
@@ -50,11 +50,11 @@ mod openai;
 mod responses;
 mod weights;
 
-/// A bounded log of the latest requests: path and body.
+/// A bounded log of the latest requests: path, headers and body.
 #[derive(Debug)]
 pub(super) struct RequestLog {
     max: usize,
-    seen: Mutex<VecDeque<(String, Bytes)>>,
+    seen: Mutex<VecDeque<(String, HeaderMap, Bytes)>>,
 }
 
 impl RequestLog {
@@ -64,16 +64,22 @@ impl RequestLog {
 
     pub(super) fn bodies(&self, path: &str) -> Vec<Bytes> {
         let seen = self.seen.lock();
-        seen.iter().filter(|(seen, _)| seen == path).map(|(_, body)| body.clone()).collect()
+        seen.iter().filter(|(seen, ..)| seen == path).map(|(.., body)| body.clone()).collect()
     }
 
-    fn push(&self, path: &str, body: &Bytes) {
+    pub(super) fn headers(&self, path: &str) -> Vec<HeaderMap> {
+        let seen = self.seen.lock();
+        let of_path = seen.iter().filter(|(seen, ..)| seen == path);
+        of_path.map(|(_, headers, _)| headers.clone()).collect()
+    }
+
+    fn push(&self, head: &http::request::Parts, body: &Bytes) {
         let mut log = self.seen.lock();
         if log.len() == self.max {
             log.pop_front();
         }
         if self.max > 0 {
-            log.push_back((path.to_owned(), body.clone()));
+            log.push_back((head.uri.path().to_owned(), head.headers.clone(), body.clone()));
         }
     }
 }
@@ -294,7 +300,7 @@ async fn record_and_route(
         return StatusCode::BAD_REQUEST.into_response();
     };
     let body = body.to_bytes();
-    seen.push(parts.uri.path(), &body);
+    seen.push(&parts, &body);
     let request = Request::from_parts(parts, Body::from(body));
     any_service(router).call(request, ()).await
 }
