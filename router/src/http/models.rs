@@ -10,7 +10,7 @@ use axum::{
     extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
-use proto::route::Kind;
+use proto::route::{Kind, Route};
 use serde_json::{Value, json};
 use service::clock::now;
 
@@ -25,7 +25,8 @@ pub(super) async fn list(
 ) -> Response {
     let view = shared.directory.settled_view().await;
     if view.serves_same_models() {
-        return serve_turn(shared, caller, Kind::Models, request).await;
+        let route = Route { path: "/v1/models", kind: Kind::Models };
+        return serve_turn(shared, caller, route, request).await;
     }
     let models = list_models_of_workers(&view);
     if models.is_empty() {

@@ -33,7 +33,7 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
     for route in ROUTES {
         let methods = method_filter(route.kind);
         let handler = move |State(context): State<TurnContext>, request: Request| async move {
-            respond(context, route, request).await
+            Box::pin(respond(context, route, request)).await
         };
         app = app.route(route.path, on(methods, handler));
     }
