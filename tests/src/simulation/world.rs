@@ -144,7 +144,7 @@ impl World {
         let mut rng = Rng::with_seed(seed);
         let mut plan = Plan::new(&mut rng, guards);
         plan.faults.controls = seed.is_multiple_of(3);
-        plan.faults.demotions = seed % 4 == 1;
+        plan.faults.demotions = seed % 8 == 7;
         World {
             users: (0..plan.users).map(|number| User::new(number, &plan, &mut rng)).collect(),
             rng,
