@@ -7,8 +7,9 @@
 //! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
 //! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
 //! measures nothing. The child `pages` has the result of a page audit, `weights` names an engine's
-//! weights, `parts` has parts of a description, and `transfer` says how an engine hands over KV. The child `wire` converts from and to
-//! the wire format and rejects impossible values, so the router doesn't check again.
+//! weights, `parts` has parts of a description, and `transfer` says how an engine hands over KV.
+//! The child `wire` converts from and to the wire format and rejects impossible values, so the
+//! router doesn't check again.
 
 mod pages;
 mod parts;

@@ -2,8 +2,8 @@
 
     python requirements_of.py WHEEL FOLDER
 
-Writes requirements.txt, requirements-engine.txt and constraints.txt to FOLDER. They are those of this
-folder, except that a package that the wheel pins has the wheel's version. What torch brings along
+Writes requirements.txt, requirements-engine.txt and constraints.txt to FOLDER. They are those of
+this folder, except that a package that the wheel pins has the wheel's version. What torch brings along
 belongs to torch's version, so it isn't pinned.
 """
 

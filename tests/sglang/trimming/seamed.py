@@ -1,4 +1,4 @@
-"""Writes a package `sglang` that has exactly the seams of the shim's list, for the tests of seams."""
+"""Writes a package `sglang` that has exactly the seams of the shim's list, for their tests."""
 
 import re
 from collections.abc import Iterable
@@ -83,7 +83,8 @@ def _source(name: str, definition: dict) -> str:
 def _parameters(needs: tuple[str, ...]) -> str:
     by_name = [need.split("=")[0] for need in needs if need.endswith("=")]
     in_order = [need for need in needs if not need.endswith("=")]
-    return ", ".join([*in_order, *(["*", *(f"{each}=None" for each in by_name)] if by_name else [])])
+    only_named = ["*", *(f"{each}=None" for each in by_name)] if by_name else []
+    return ", ".join([*in_order, *only_named])
 
 
 def lacking(seam: Seam, how: str) -> list[Seam]:

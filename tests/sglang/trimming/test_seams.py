@@ -1,7 +1,7 @@
 """Tests that the shim finds its seams, and that a missing one switches off only what needs it.
 
-Most tests use a package `sglang` that has exactly the seams of the shim's list (`seamed.py`), and look
-at it as both the running engine and `python -m berth_shim` do."""
+Most tests use a package `sglang` that has exactly the seams of the shim's list (`seamed.py`). They
+look at it as both the running engine and `python -m berth_shim` do."""
 
 import ast
 import importlib
@@ -111,7 +111,7 @@ def test_inherited_and_redefined_parts_count(tree: Tree) -> None:
     )
     tree.write(())
     (tree.package / "b.py").write_text(
-        "class Base:\n    inherited: int\n    def method(self, x): self.assigned, self.more = x, x\n"
+        "class Base:\n    inherited: int\n    def method(self, x): self.assigned, self.b = x, x\n"
     )
     (tree.package / "a.py").write_text(
         "class Child: ...\nfrom sglang.b import Base as Named\nclass Child(Named):\n    own = 1\n"

@@ -182,8 +182,8 @@ class EngineSources:
         return Parameters(positional[1:] if is_bound else positional, named, required)
 
     def _method(self, module: str, owner: str, method: str) -> ast.AST | None:
-        """Returns the definition of a method, which may be in a base class. Returns the class itself
-        for a constructor that it doesn't define."""
+        """Returns the definition of a method, which may be in a base class. For a constructor that
+        no class defines, returns the class itself."""
         if not isinstance(node := self._find(module, owner), ast.ClassDef):
             return None
         if found := self._find(module, f"{owner}.{method}"):

@@ -130,8 +130,8 @@ class Trimmer:
         self._last_question = int.from_bytes(instance[:4], "little") << 32
 
     def install_hooks(self, sglang_version: str, off_reason: str) -> None:
-        """Installs the hooks. If this engine lacks what trimming needs (`off_reason`), installs only
-        the hooks that report why nothing is trimmed."""
+        """Installs the hooks. If this engine lacks what trimming needs (`off_reason`), installs
+        only the hooks that report why nothing is trimmed."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def after_init(_: None, manager: Any, *values: Any, **named: Any) -> None:
