@@ -1,4 +1,4 @@
-//! End-to-end tests of `berth init`: do agent and router take what it writes, and does it work?
+//! End-to-end tests of `berth init`: agent and router take what it writes, and serve with it.
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 

@@ -188,11 +188,11 @@ async fn require_admin(
 async fn serve_turn(
     shared: Arc<Shared>,
     caller: Caller,
-    Route { path, kind }: Route,
+    route: Route,
     request: Request,
 ) -> Response {
     let (mut parts, body) = request.into_parts();
-    let trace = spans::begin(&shared.traces, &mut parts, path);
+    let (kind, trace) = (route.kind, spans::begin(&shared.traces, &mut parts, route));
     let (comment_interval, error_form) = (shared.waiting_comment, ErrorForm::new(&parts));
     let wants_stream = StreamFlag::default();
     let flag = wants_stream.clone();

@@ -17,7 +17,11 @@ use crate::{
 };
 
 /// The sources of settings that both binaries have.
-const COMMON: [&str; 2] = ["proto/service/src/server/settings.rs", "proto/service/src/auth.rs"];
+const COMMON: [&str; 3] = [
+    "proto/service/src/auth.rs",
+    "proto/service/src/server/settings.rs",
+    "proto/service/src/traces/settings.rs",
+];
 
 const COLUMNS: &[&str] = &["key", "values", "default", "sets", "why this default", "more"];
 

@@ -6,6 +6,7 @@
 //! a part of a prompt or an answer, a client's id or a key: a session appears as its digest.
 
 use http::{Response, request::Parts};
+use proto::route::Route;
 use service::{
     clock::whole_millis,
     traces::{
@@ -22,11 +23,15 @@ const STATUS: &str = "http.response.status_code";
 /// The worker that a span's request goes to.
 pub(super) const WORKER: &str = "berth.worker";
 
-/// Begins the first span of a turn on the route `path`, and leaves it with the request.
-pub(crate) fn begin(traces: &Traces, parts: &mut Parts, path: &'static str) -> Trace {
+/// Begins the first span of a turn, and leaves it with the request. A request to a route of another
+/// kind has none.
+pub(crate) fn begin(traces: &Traces, parts: &mut Parts, route: Route) -> Trace {
+    if !route.kind.is_turn() {
+        return Trace::default();
+    }
     let trace = traces.begin(&mut parts.headers, "turn");
     if trace.is_on() {
-        trace.change(|span| span.set("http.route", path));
+        trace.change(|span| span.set("http.route", route.path));
         parts.extensions.insert(trace.clone());
     }
     trace

@@ -172,8 +172,8 @@ async fn serve_as(
     }
     let headers = &mut request_head.headers;
     let trace = spans::begin(&context.traces, headers, route.path, span_name);
-    let served = serve_turn(context, route, request_head, body, trace.clone()).await;
-    served.inspect_err(|refusal| spans::refuse(&trace, refusal))
+    let serving = Box::pin(serve_turn(context, route, request_head, body, trace.clone()));
+    serving.await.inspect_err(|refusal| spans::refuse(&trace, refusal))
 }
 
 /// Runs a turn.

@@ -25,8 +25,8 @@ pub fn settings(agent: &AgentPlan, paths: &Paths, wishes: &Wishes) -> String {
     let engine = &agent.engine;
     let mut text = format!(
         "# Settings of berth-agent beside the engine at {}: SGLang {}, model {}.\n\
-         # Written by berth init {}. Keys left out have defaults; berth-agent --check-config shows\n\
-         # them.\n\n\
+         # Written by berth init {}. Keys left out have defaults;\n\
+         # berth-agent --check-config shows them.\n\n\
          # Unique in the fleet: this host, and the engine's port.\n\
          worker_id = {}\n\n\
          [engine]\n",

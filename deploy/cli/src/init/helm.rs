@@ -13,8 +13,8 @@ pub fn values(agent: &AgentPlan, host: &Host) -> String {
     let runs_on_gpus = engine.gpus.device == "cuda";
     let user = agent.process.as_ref().map_or(0, |process| process.uid);
     let mut text = format!(
-        "# Values of the chart deploy/helm/berth, for agents beside engines that run on the nodes'\n\
-         # network. The engine here: {}, SGLang {}, model {}. Written by berth init {}.\n\
+        "# Values of the chart deploy/helm/berth, for agents beside engines that run on the\n\
+         # nodes' network. The engine here: {}, SGLang {}, model {}. Written by berth init {}.\n\
          auth:\n  \
            # The Secret of the clients' keys: kubectl create secret generic berth-keys\n  \
            # --from-file=keys.toml\n  \
@@ -27,8 +27,8 @@ pub fn values(agent: &AgentPlan, host: &Host) -> String {
              enginePort: {}\n    \
              # The engine's user: the shim's socket is for this user and root only.\n    \
              runAsUser: {user}\n    \
-             # The agent finds the engine's GPUs by its processes. They differ from node to node,\n    \
-             # so no setting names them.\n    \
+             # The agent finds the engine's GPUs by its processes. They differ from node to\n    \
+             # node, so no setting names them.\n    \
              hostPID: {runs_on_gpus}\n    \
              # The nodes that have such an engine.\n    \
              nodeSelector: {}\n",
@@ -46,7 +46,7 @@ pub fn values(agent: &AgentPlan, host: &Host) -> String {
         let _ = write!(
             text,
             "  settings:\n    sessions:\n      \
-             # One session of {} tokens must fit into the share of {} that pinned sessions hold.\n      \
+             # One session of {} tokens must fit into the share of {} that is pinned.\n      \
              pin_budget_ratio: 0.{percent:02}\n",
             engine.context_tokens, engine.pool_tokens
         );

@@ -12,8 +12,9 @@ pub fn settings(agents: &[AgentPlan], paths: &Paths, wishes: &Wishes) -> String 
         workers.chain(wishes.other_agents.iter().cloned()).map(|url| quoted(&url)).collect();
     let [data, admin] = ROUTER_PORTS;
     let mut text = format!(
-        "# Settings of berth-router in front of the agents of this host. Written by berth init {}.\n\
-         # Keys left out have defaults; berth-router --check-config shows them.\n\n\
+        "# Settings of berth-router in front of the agents of this host.\n\
+         # Written by berth init {}. Keys left out have defaults;\n\
+         # berth-router --check-config shows them.\n\n\
          # The agents' control ports.\n\
          workers = [{}]\n\n\
          [listen]\n\
