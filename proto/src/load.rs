@@ -183,7 +183,7 @@ pub struct Rank {
     pub devices: Vec<Device>,
 }
 
-/// What an agent and its engine are.
+/// What an agent and its engine are. Its many fields: one for each fact that routers ask for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Description {
     /// The agent's name, unique in the fleet.

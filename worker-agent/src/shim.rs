@@ -62,8 +62,8 @@ pub struct Hello {
     /// The shim's version.
     pub shim: String,
     /// Why the shim does nothing, for example because this SGLang lacks what its reports need, or
-    /// because one of its hooks failed. `None` if the shim works. A shim with a reason sends no reports
-    /// after this one, and takes no commands.
+    /// because one of its hooks failed. `None` if the shim works. A shim with a reason sends no
+    /// reports after this one, and takes no commands.
     pub inert_reason: Option<String>,
     /// Why no session of this engine can be demoted (see [`ShimHandle::demote`]); `None` if
     /// sessions can be.

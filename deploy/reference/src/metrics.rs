@@ -20,8 +20,8 @@ use crate::{
 
 const INTRODUCTION: &str = "\
 Labels are small sets, never a session, turn or user. A figure that is not known has no line; it \
-is never zero instead. A metric has one figure, with its unit in the name. A counter's name ends in \
-`_total`. Ports and keys: see [operations](operations.md#metrics).";
+is never zero instead. A metric has one figure, with its unit in the name. A counter's name ends \
+in `_total`. Ports and keys: see [operations](operations.md#metrics).";
 
 /// What every source has that registers or lists metrics.
 const MARKS: [&str; 2] = [".register", "MetricType"];

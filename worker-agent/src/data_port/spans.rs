@@ -2,8 +2,8 @@
 //!
 //! A span is a part of a turn's way (see [`service::traces`]). `turn` begins the agent's first span
 //! of a turn, as a child of the router's, and its children `queue` and `engine`; `exchange` begins
-//! `stream`. A stage of staged prefill is a turn whose first span is named `stage`. No attribute has
-//! a part of a prompt or an answer, a client's id or a key.
+//! `stream`. A stage of staged prefill is a turn whose first span is named `stage`. No attribute
+//! has a part of a prompt or an answer, a client's id or a key.
 
 use http::HeaderMap;
 use proto::claim;

@@ -223,6 +223,7 @@ async fn ask_agent(
         _ => None,
     };
     let settings = admin.map(|admin| admin.settings.clone());
+    let functions_off = |it: &load::Description| it.shim_functions_off.clone();
     let engine = match settings.as_ref().and_then(|it| setting(it, "engine.url").as_str()) {
         Some(engine) if is_reachable_from_here(url, engine) => ask_engine(target, engine).await?,
         _ => None,
@@ -233,9 +234,7 @@ async fn ask_agent(
         agent_id,
         epoch: description.as_ref().map(|it| it.epoch),
         tokenizer: description.as_ref().map(|it| it.model_files.map(|files| files.hash.to_vec())),
-        shim_functions_off: description
-            .as_ref()
-            .map_or_else(Vec::new, |it| it.shim_functions_off.clone()),
+        shim_functions_off: description.as_ref().map(functions_off).unwrap_or_default(),
         trims: description.map(|it| it.trim_sglang_versions),
         clock_ahead_ms: admin.and_then(|admin| admin.date).map(ahead_ms),
         settings,
