@@ -155,6 +155,23 @@ async fn a_turn_that_waits_while_its_engine_ends_is_refused_and_may_be_sent_agai
 }
 
 #[tokio::test]
+async fn a_turn_whose_body_comes_when_its_agent_stops_may_be_sent_elsewhere() {
+    let mut cluster = start(|_| {}).await;
+    let claim = json!({"principal": "p", "id": "s"});
+    let client = SlowClient::claim_turn(&cluster, Some(&claim)).await.unwrap();
+    let ready_url = cluster.agent().admin_url("/readyz");
+    let stopping = tokio::spawn(cluster.agents.pop().unwrap().stop());
+    eventually("the agent to stop", || async {
+        let answer = cluster.web.get(&ready_url).await.unwrap();
+        (answer.status == 503).then_some(())
+    })
+    .await;
+    // The session is closed by now.
+    assert_refused(&client.send_body().await, "HTTP/1.1 503", "stopping");
+    stopping.await.unwrap().unwrap();
+}
+
+#[tokio::test]
 async fn a_delta_is_not_appended_without_the_turn_before() {
     let cluster = start_with_session().await;
     let first = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();

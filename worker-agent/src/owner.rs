@@ -253,9 +253,8 @@ impl Owner {
                 drop(reply.send(claimed));
             }
             // A turn that is not inside when the sessions are handed over never gets there.
-            OwnerMessage::Admit { rid, reply, .. }
-                if self.drain.ending() == Some(Ending::HandOver) =>
-            {
+            // The turn was claimed before the drain, and its session may be closed by now.
+            OwnerMessage::Admit { rid, reply, .. } if self.drain.has_begun() => {
                 self.table.end_turn(now(), &rid, session::Outcome::Refused);
                 drop(reply.send(Err(Error::Stopping)));
             }
