@@ -156,19 +156,34 @@ async fn a_turn_that_waits_while_its_engine_ends_is_refused_and_may_be_sent_agai
 
 #[tokio::test]
 async fn a_turn_whose_body_comes_when_its_agent_stops_may_be_sent_elsewhere() {
-    let mut cluster = start(|_| {}).await;
+    let slow = |settings: &mut ClusterSettings| settings.engine.core.decode_ms_per_step = 10.0;
+    let mut cluster = start(slow).await;
     let claim = json!({"principal": "p", "id": "s"});
     let client = SlowClient::claim_turn(&cluster, Some(&claim)).await.unwrap();
-    let ready_url = cluster.agent().admin_url("/readyz");
-    let stopping = tokio::spawn(cluster.agents.pop().unwrap().stop());
-    eventually("the agent to stop", || async {
-        let answer = cluster.web.get(&ready_url).await.unwrap();
-        (answer.status == 503).then_some(())
-    })
-    .await;
-    // The session is closed by now.
-    assert_refused(&client.send_body().await, "HTTP/1.1 503", "stopping");
-    stopping.await.unwrap().unwrap();
+    let agent = cluster.agents.pop().unwrap();
+    let (url, ready_url) = (format!("http://{}/generate", agent.data), agent.admin_url("/readyz"));
+    let (web, long) = (&cluster.web, text_turn("a long turn", 300));
+    // The agent doesn't end before this turn has.
+    let run_long = async { web.post(&url, &[], &long).await.unwrap() };
+    let metrics_url = agent.admin_url("/metrics");
+    let stop = async {
+        eventually("a running turn", || async {
+            let metrics = web.get(&metrics_url).await.unwrap().text();
+            metrics.contains("berth_agent_turns_running{dp_rank=\"0\"} 1\n").then_some(())
+        })
+        .await;
+        agent.stop().await.unwrap();
+    };
+    let send_late = async {
+        eventually("the agent to stop", || async {
+            (web.get(&ready_url).await.unwrap().status == 503).then_some(())
+        })
+        .await;
+        // The session is closed by now.
+        assert_refused(&client.send_body().await, "HTTP/1.1 503", "stopping");
+    };
+    let (answer, (), ()) = tokio::join!(run_long, stop, send_late);
+    assert_eq!(answer.status, 200, "{}", answer.text());
 }
 
 #[tokio::test]
