@@ -215,8 +215,10 @@ pub(super) async fn tried_elsewhere(_: Place) -> anyhow::Result<String> {
         let (prefill, decode) = workers(&first);
         let victim = if is_prefill { prefill } else { decode };
         let number: usize = victim.trim_matches(['w', '/', '0']).parse().unwrap_or(0);
-        // The router doesn't know yet, and sends the next turn there. The agent refuses it.
+        // The router doesn't know yet, and sends the next turn there. The agent refuses it. An
+        // engine that could still take the turn might have run it: then no other gets it.
         cluster.engines[number].kill();
+        cluster.engines[number].gone().await;
         let second = cluster.turn("/generate", &headers, &turn(TEXT, 4)).await;
         let (prefill, decode) = workers(&second);
         ensure!(prefill != victim && decode != victim, "{prefill} {decode}");

@@ -269,13 +269,16 @@ pub(super) async fn serve(
     loop {
         tokio::select! {
             biased;
-            () = killed.cancelled() => return,
+            () = killed.cancelled() => break,
             Some(_) = connections.join_next(), if !connections.is_empty() => {}
             Ok((stream, _)) = listener.accept() => {
                 connections.spawn(connection(stream, router.clone(), Arc::clone(&seen)));
             }
         }
     }
+    drop(listener);
+    // An aborted connection lives on until its task is polled.
+    connections.shutdown().await;
 }
 
 async fn connection(stream: TcpStream, router: Router, seen: Arc<RequestLog>) {
