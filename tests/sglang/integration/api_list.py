@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from integration import wire
 from integration.fleet import Fleet
 
@@ -10,6 +12,7 @@ GUIDE = Path(__file__).resolve().parents[3] / "deploy/docs/routes.md"
 UNSERVED = "## Not served"
 
 
+@pytest.mark.since("0.5.23", "the engine has the routes of the guide")
 def test_each_route_of_the_engine_is_served_or_the_guide_says_why_not(fleet: Fleet) -> None:
     document = wire.get(f"{fleet.engine_url}/openapi.json").json()
     served, unserved = guide_paths()

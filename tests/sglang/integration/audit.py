@@ -12,6 +12,7 @@ from integration.fleet import SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import figures, wait_figures
 from integration.pages import audit, differences, faults, run_audit_command, whole_pages
 from integration.processes import wait_until
+from integration.seams import written
 from integration.shim import Direct, text_of
 from integration.turns import Pinned, finished_turn
 from integration.with_shim import with_shim
@@ -135,7 +136,7 @@ def test_it_is_shown_to_people_and_in_the_metrics(fleet: Fleet) -> None:
             assert done.returncode == 0, "the exit status"
             assert f"not ours: {foreign.id}" in done.stdout, done.stdout
         wait_figures(fleet, {"rows_held": 1, "foreign_tokens": 0})
-        pages = whole_pages(fleet, 49)
+        pages = whole_pages(fleet, written(50))
         done = run_audit_command(fleet)
         assert "no faults" in done.stdout and f" {pages} held" in done.stdout, done.stdout
         text = wire.get(f"http://{fleet.agent_admin}/metrics").body.decode()

@@ -32,6 +32,7 @@ from integration.client_scripts import (
 from integration.fleet import Fleet, engine_home
 from integration.planted import PLUGIN
 from integration.processes import shim_env
+from integration.seams import is_before
 from integration.turns import delete_session, new_id
 
 RETENTIONS = ("tagged", "pinned", "auto")
@@ -245,6 +246,9 @@ def test_full_histories_of_unchanged_clients_are_pinned_turns(
     cluster: Cluster, seen: Counter[str], script: Script, api: str, stream: bool
 ) -> None:
     """Holds a conversation with each retention, and checks that the answers are the same."""
+
+    if script is tools and (api, stream) == ("messages", False) and is_before("0.5.23"):
+        pytest.skip("before SGLang 0.5.23, a call of a tool that is no object is answered with 500")
 
     def run_with(retention: str) -> list[Turn]:
         return HeldConversation(cluster, api, stream, script, retention).run()

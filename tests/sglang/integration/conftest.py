@@ -11,7 +11,7 @@ from conftest import ignore_signals
 
 from integration.fleet import Fleet, binaries
 from integration.processes import Failed
-from integration.seams import functions_off
+from integration.seams import functions_off, is_before
 from integration.turns import clean_up
 
 
@@ -27,6 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for function in (each.args[0] for each in item.iter_markers("needs")):
             if reason := functions_off().get(function):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        for release, change in (each.args for each in item.iter_markers("since")):
+            if is_before(release):
+                item.add_marker(pytest.mark.skip(reason=f"only since SGLang {release}, {change}"))
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +77,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         fleet = Fleet(Path(folder), Path(), options.page_size)
         with _stopped_at_end(fleet):
             try:
-                fleet.start_engine()
+                fleet.start_readmes_engine()
             except Failed as error:
                 pytest.exit(str(error), 1)
             _keep(fleet)

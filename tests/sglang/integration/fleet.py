@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from integration import wire
 from integration.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
+from integration.seams import is_before
 
 ENGINE_START_SECONDS_MAX = 240  # 27 s alone on two cores; a loaded machine takes longer.
 BERTH_START_SECONDS_MAX = 60
@@ -40,12 +41,15 @@ def start_engine(
     env: dict | None = None,
     model: str = "model",
     more: list[str] | None = None,
+    port_min: int | None = None,
 ) -> tuple[Process, str]:
     """Starts the engine with `env` added to its environment and `more` to its flags, and returns
     before it is ready. Returns the process and its URL."""
-    port, events, replay, load = free_ports(4)
+    port, events, replay, load = free_ports(4, port_min)
+    # Older engines bind only addresses with an asterisk, and connect to others.
+    host = "*" if is_before("0.5.22") else "127.0.0.1"
     kv_events = (
-        f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://127.0.0.1:{events}",'
+        f'{{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://{host}:{events}",'
         f'"bind":true,"replay_endpoint":"tcp://127.0.0.1:{replay}"}}'
     )
     flags = [
@@ -160,6 +164,15 @@ class Fleet:
         print(f"integration: starting the engine, page size {self.page_size}", flush=True)
         env = shim_env(self.shim_socket, self.bin_dir) | (env or {})
         self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env, **more)
+        self.wait_engine()
+
+    def start_readmes_engine(self) -> None:
+        """Starts the engine as the README does: at SGLang's own port, for chats, with a shim that
+        finds its agent's socket by that port."""
+        env = {"PYTHONPATH": shim_env(self.shim_socket, self.bin_dir)["PYTHONPATH"]}
+        self.engine, self.engine_url = start_engine(
+            self.folder, self.page_size, env=env, model="chat-model", port_min=30_000
+        )
         self.wait_engine()
 
     def wait_engine(self) -> None:

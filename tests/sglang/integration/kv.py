@@ -17,6 +17,7 @@ from integration.fleet import Fleet
 from integration.pages import AUDIT_SECONDS_MAX
 from integration.planted import Planted, planted
 from integration.processes import wait_until
+from integration.seams import is_before
 from integration.shim import text_of
 from integration.turns import Pinned, generate, run_together
 
@@ -172,12 +173,14 @@ def _check(fleet: Planted) -> None:
     for letter in "ABCD":
         _converse(fleet, letter)
     wait_equal(fleet, "after a gap that the engine's buffer fills")
-    assert metric(fleet, ASKED) == 0, "the tree was requested"
+    asked = metric(fleet, ASKED)
+    # The agent can't read the replays of older engines, and requests their tree.
+    assert asked == 0 or is_before("0.5.22"), "the tree was requested"
 
     _converse_with_lost_events(fleet, "E")
     for letter in "FG":
         _converse(fleet, letter)
-    wait_tree_requested(fleet, 0)
+    wait_tree_requested(fleet, asked)
     wait_equal(fleet, "after a gap that nothing fills")
     _change_while_published(fleet)
 

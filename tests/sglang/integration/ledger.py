@@ -4,6 +4,7 @@ import time
 
 from integration import wire
 from integration.fleet import WORKER, Fleet
+from integration.seams import written
 from integration.turns import Pinned, wait_session
 
 # The figures follow a turn by an engine sample and a load report, each about once a second, or
@@ -37,7 +38,7 @@ def test_pinned_sessions_to_the_page(fleet: Fleet) -> None:
         session.turn("abc"[number] * (20 + 7 * number), 10)
         session.turn(" More.", 9)
         wait_session(fleet, session.id, "resident_tokens", len(session.history) - 1)
-    pages = [-(-(len(s.history) - 1) // fleet.page_size) for s in sessions]
+    pages = [-(-written(len(s.history)) // fleet.page_size) for s in sessions]
     held = sum(pages) * fleet.page_size
     assert fleet.wait_pool(held) == held, "the engine's own figure"
     wait_figures(fleet, {"pinned_tokens": held, "pool_used_tokens": held, "rows_held": 3})

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
+
 from integration import wire
 from integration.fleet import BERTH_START_SECONDS_MAX, Fleet
 from integration.processes import wait_until
@@ -81,6 +83,7 @@ def prompt(number: int) -> list[int]:
     return list(words.encode()[:SYSTEM_TOKENS])
 
 
+@pytest.mark.since("0.5.22", "an engine on a CPU has pages of more than one token")
 def test_turns_go_where_their_system_prompt_is(fleet: Fleet) -> None:
     with pair(fleet) as both:
         for number, there in enumerate(both.fleets * 2):

@@ -6,6 +6,7 @@ from typing import Any
 
 from integration import wire
 from integration.fleet import Fleet
+from integration.seams import written
 
 AUDIT_SECONDS_MAX = 60
 
@@ -81,5 +82,6 @@ def _sessions(fleet: Fleet) -> list[int]:
     turns."""
     listed = wire.get(f"{fleet.router_url}/v1/sessions").json()["sessions"]
     tokens = [one["resident_tokens"] for one in listed
-              if one["retention"] == "pinned" and one["state"] != "demoted"]
-    return sorted(whole_pages(fleet, each) for each in tokens if each)
+              if one.get("retention") == "pinned" and one["state"] != "demoted"]
+    # The agent doesn't count the last token of an answer.
+    return sorted(whole_pages(fleet, written(each + 1)) for each in tokens if each)

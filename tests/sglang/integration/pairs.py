@@ -111,6 +111,7 @@ def test_the_answer_is_the_engines_own(pair: Pair) -> None:
     pair.until_nothing_is_held()
 
 
+@pytest.mark.since("0.5.22", "the two engines of a pair take /v1/messages")
 def test_the_apis_of_others_answer(pair: Pair) -> None:
     chat = pair.post("/v1/chat/completions", chat_body("Who is in?", 12)).json()
     text = chat["choices"][0]["message"]["content"]

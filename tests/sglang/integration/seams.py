@@ -1,6 +1,7 @@
-"""Which functions of the shim are off on the installed SGLang, as the shim's own check says.
+"""What the installed SGLang lacks: functions of the shim that are off, as the shim's own check says,
+and what a later version has mended.
 
-On the version that Berth is developed with, none may be off, so no test is left out.
+On the version that Berth is developed with, no test is left out.
 """
 
 import json
@@ -9,6 +10,8 @@ import sys
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 TESTS = Path(__file__).resolve().parents[1]
 SHIM = TESTS.parents[1] / "worker-agent/shim"
@@ -26,3 +29,14 @@ def functions_off() -> dict[str, str]:
         name: f"{name} is off on SGLang {report['sglang']}: {function['missing'][0]}"
         for name, function in report["functions"].items() if not function["on"]
     }
+
+
+def is_before(release: str) -> bool:
+    """Whether the installed SGLang is older than this version."""
+    return Version(version("sglang")) < Version(release)
+
+
+def written(tokens: int) -> int:
+    """Returns how many tokens of a finished turn's history have KV. The last token of an answer never
+    goes through the model, except before SGLang 0.5.22."""
+    return tokens if is_before("0.5.22") else tokens - 1

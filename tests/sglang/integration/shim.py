@@ -21,7 +21,7 @@ from integration import wire
 from integration.fleet import POOL_TOKENS, ROWS, Fleet, start_engine, wait_engine
 from integration.listener import Listener, Session, ShimState
 from integration.processes import shim_env
-from integration.seams import functions_off
+from integration.seams import functions_off, written
 from integration.turns import (
     Turn, body, finished_turn, new_id, restore_speed, run_together, slow_engine,
 )
@@ -136,8 +136,7 @@ def test_sessions_and_pool_are_reported_to_the_token(fleet: Fleet) -> None:
             session.turn(text_of(40), 20, rid)
             assert listener.event("committed", session.id) == (rid, history, False), "committed"
             told = listener.session(session.id, "the end of the turn", lambda s: not s.in_flight)
-            # The last token of an answer never goes through the model.
-            kv = history - 1
+            kv = written(history)
             expected = Session(True, False, False, kv, kv, protected, history)
             assert told == expected, f"the session after turn {turn + 1}"
             listener.wait("quiet", is_quiet)
@@ -156,6 +155,7 @@ def test_sessions_and_pool_are_reported_to_the_token(fleet: Fleet) -> None:
         assert listener.state.head.recounts == 0, "sums that were found wrong"
 
 
+@pytest.mark.since("0.5.22", "a session has the KV of its first turn while that turn runs")
 def test_a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session, slow_engine(fleet, 0.1):
         def close_while_it_runs() -> None:
@@ -176,6 +176,7 @@ def test_a_turn_is_in_flight_and_a_close_waits_for_it(fleet: Fleet) -> None:
         listener.wait("gone", lambda state: session.id not in state.sessions)
 
 
+@pytest.mark.since("0.5.22", "an abort moves the KV of a running turn into the tree")
 def test_an_abort_releases_the_turn(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
@@ -250,8 +251,8 @@ def test_a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
         assert listener.demote("nobody") == "unknown", "the refusal of an unknown session"
         assert listener.demote(session.id) == "no_kv", "the refusal of a session without KV"
         session.turn(text_of(40), 20)
-        # SGLang 0.5.20 has the KV of the last token too.
-        written = listener.session(session.id, "the end", lambda s: s.history == 60).committed
+        told = listener.session(session.id, "the end", lambda s: s.history == 60)
+        assert told.committed == written(60), "tokens with KV"
         assert listener.demote(session.id) == "", "the refusal"
         told = listener.session(session.id, "the demotion", lambda s: not s.holds_row)
         assert told == Session(False, False, False, 0, 0, 0, 60), "the demoted session"
@@ -259,9 +260,9 @@ def test_a_demoted_session_keeps_its_history(fleet: Fleet) -> None:
         assert fleet.pool_used_tokens() == 0, "tokens held"
         assert listener.demote(session.id) == "no_kv", "the refusal of the second"
         turn = session.turn(text_of(30), 20)
-        assert turn.cached_tokens == whole_pages(fleet, written), "cached: whole pages of history"
+        assert turn.cached_tokens == whole_pages(fleet, written(60)), "cached: whole pages of history"
         turn = session.turn(text_of(30), 20)
-        assert turn.cached_tokens == written + 50, "cached of a turn that was not demoted before"
+        assert turn.cached_tokens == written(60) + 50, "cached of a turn that was not demoted before"
         session.check_answers()
 
 
@@ -289,6 +290,7 @@ def test_only_an_idle_session_is_demoted(fleet: Fleet) -> None:
 
 
 @pytest.mark.needs("demotion")
+@pytest.mark.since("0.5.22", "an abort in the queue ends its session's turn")
 def test_a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> None:
     with listening(fleet) as listener, Direct(fleet) as session:
         session.turn(text_of(40), 20)
@@ -314,7 +316,7 @@ def test_a_turn_aborted_in_the_queue_leaves_nothing_to_demote(fleet: Fleet) -> N
         listener.wait("quiet", is_quiet)
         assert listener.demote(session.id) == "", "the refusal"
         turn = session.turn(text_of(30), 20)
-        assert turn.cached_tokens == whole_pages(fleet, 59), "cached: the history's whole pages"
+        assert turn.cached_tokens == whole_pages(fleet, written(60)), "cached: the history's whole pages"
         session.check_answers()
 
 
@@ -324,7 +326,7 @@ def test_fifty_demotions_keep_the_account(fleet: Fleet) -> None:
         sessions = [Direct(fleet) for _ in range(5)]
         for round in range(10):
             for place, session in enumerate(sessions):
-                before = max(0, len(session.history) - 1)
+                before = written(len(session.history)) if session.history else 0
                 turn = session.turn(text_of(7 + place + round), 6)
                 if before:
                     assert turn.cached_tokens == whole_pages(fleet, before), "cached"

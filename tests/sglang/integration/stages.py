@@ -40,8 +40,9 @@ class Cluster:
         assert answer.status == 200, f"the status of {answer}"
         said = answer.json()
         assert said["usage"]["prompt_tokens"] == chat_tokens(messages), "tokens of the prompt"
-        cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return said["choices"][0]["message"]["content"], cached
+        # Before SGLang 0.5.22 there are none if nothing was cached.
+        details = said["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+        return said["choices"][0]["message"]["content"], details["cached_tokens"]
 
     def empty_cache(self) -> None:
         """Empties the engine's cache, and waits until the router has heard of it."""

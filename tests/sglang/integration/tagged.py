@@ -6,6 +6,7 @@ A client needs only a header, which coding agents send by themselves.
 from integration import wire
 from integration.fleet import MODEL, Fleet
 from integration.plain import openai_client
+from integration.seams import written
 from integration.turns import chat_body, chat_tokens, delete_session, get_session, new_id
 
 TOKENS = 20
@@ -46,9 +47,8 @@ def _grow(fleet: Fleet, stream: bool) -> None:
         assert prompt == chat_tokens(messages), f"turn {place}: prompt tokens"
         assert len(text) == TOKENS, f"turn {place}: the answer's length"
         if place:
-            # Cached are the whole pages of what the engine computed in the previous turn. The last
-            # token of an answer never went through the model.
-            pages = (resident - 1) // fleet.page_size * fleet.page_size
+            # Cached are the whole pages of what the engine computed in the previous turn.
+            pages = written(resident) // fleet.page_size * fleet.page_size
             assert cached == pages, f"turn {place}: cached tokens of {resident} resident"
         resident = prompt + TOKENS
         messages += [
@@ -79,7 +79,9 @@ def _chat(fleet: Fleet, id: str, messages: list[dict], stream: bool) -> tuple[st
         chunks = list(completions.create(**call, stream=True, stream_options={"include_usage": True}))
         text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices)
         usage = chunks[-1].usage
-    return text, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+    # Before SGLang 0.5.22 there are none if nothing was cached.
+    details = usage.prompt_tokens_details
+    return text, usage.prompt_tokens, details.cached_tokens if details else 0
 
 
 def test_every_way_to_name_a_session(fleet: Fleet) -> None:

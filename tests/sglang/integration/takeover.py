@@ -7,6 +7,8 @@ its own shim and from `/v1/loads`, not from Berth.
 
 import time
 
+import pytest
+
 from integration import wire
 from integration.fleet import ROWS, SETTLE_SECONDS_MAX, Fleet, free_addresses
 from integration.processes import answers_200, wait_until
@@ -118,6 +120,7 @@ def test_an_unstreamed_turn_ran(fleet: Fleet) -> None:
         agents.check_all_free()
 
 
+@pytest.mark.since("0.5.22", "an abort in the queue ends its session's turn")
 def test_a_turn_was_in_the_engines_queue(fleet: Fleet) -> None:
     with succession(fleet) as agents, slow_engine(fleet, 0.08):
         agents.tap.hides_ends = True

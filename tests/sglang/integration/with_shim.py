@@ -16,6 +16,7 @@ from integration import wire
 from integration.fleet import POOL_TOKENS, SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import wait_figures
 from integration.processes import wait_until
+from integration.seams import written
 from integration.shim import Direct, text_of
 from integration.turns import Pinned, Turn, finished_turn, generate_at_engine, wait_session
 
@@ -45,7 +46,7 @@ def test_shared_prefixes_count_once(fleet: Fleet) -> None:
         for number, session in enumerate(sessions):
             session.turn("The same beginning of all of them. " * 3 + str(number), 10)
         used = fleet.pool_at_rest()
-        alone = sum(-(-(len(s.history) - 1) // fleet.page_size) for s in sessions)
+        alone = sum(-(-written(len(s.history)) // fleet.page_size) for s in sessions)
         assert 0 < used < alone * fleet.page_size, f"{used} tokens used: nothing is shared"
         wait_figures(fleet, {"pinned_tokens": used, "pool_used_tokens": used, "rows_held": 3})
         for session in sessions:
@@ -57,7 +58,7 @@ def test_sessions_of_others_are_seen(fleet: Fleet) -> None:
     with with_shim(fleet):
         with Direct(fleet) as foreign:
             foreign.turn(text_of(40), 20)
-            pages = -(-59 // fleet.page_size) * fleet.page_size
+            pages = -(-written(60) // fleet.page_size) * fleet.page_size
             wait_figures(fleet, {"foreign_tokens": pages, "pinned_tokens": pages, "rows_held": 1})
         wait_figures(fleet, {"foreign_tokens": 0, "pinned_tokens": 0, "rows_held": 0})
 
@@ -80,7 +81,7 @@ def test_an_idle_session_gives_its_kv_up_and_keeps_its_history(fleet: Fleet) -> 
         }))
         whole = idle.history + text
         assert turn.prompt_tokens == len(whole), "prompt tokens: the full history"
-        pages = (len(idle.history) - 1) // fleet.page_size * fleet.page_size
+        pages = written(len(idle.history)) // fleet.page_size * fleet.page_size
         assert turn.cached_tokens == pages, (
             "cached tokens: the history's whole pages, from the tree"
         )
@@ -107,7 +108,7 @@ def test_a_session_gives_its_kv_up_when_its_owner_asks(fleet: Fleet) -> None:
         }))
         whole = session.history + text
         assert turn.prompt_tokens == len(whole), "prompt tokens: the full history"
-        pages = (len(session.history) - 1) // fleet.page_size * fleet.page_size
+        pages = written(len(session.history)) // fleet.page_size * fleet.page_size
         assert turn.cached_tokens == pages, "cached tokens: the history's whole pages"
         wait_figures(fleet, {"rows_held": 1})
         _same_answer(fleet, whole, turn)
