@@ -115,6 +115,15 @@ def test_rights_are_those_of_the_manifest_for_other_installations(rendered: Rend
     assert [each["rules"] for each in rendered.kind("Role")] == [role["rules"]]
 
 
+def test_the_alerts_are_those_of_the_files(helm: str) -> None:
+    groups = [group for path in sorted((DEPLOY / "prometheus").glob("*.yaml"))
+              for group in yaml.safe_load(path.read_text())["groups"]]
+    watched = charts.render(helm, charts.example("production"))
+    assert watched.get("PrometheusRule", "b-berth-alerts")["spec"]["groups"] == groups
+    without = charts.render(helm, charts.example("production"), "monitoring.alerts=false")
+    assert not without.kind("PrometheusRule")
+
+
 def engine_args(rendered: Rendered, pool: str) -> list[str]:
     pod = rendered.get("StatefulSet", f"b-berth-{pool}")["spec"]["template"]["spec"]
     return charts.container(pod, "engine")["args"]

@@ -20,7 +20,7 @@ def cluster(find_tool: Callable[[str], str], folder: Path) -> Iterator[Cluster]:
     cluster = Cluster(folder / "cluster", find_tool("kube-apiserver"))
     try:
         cluster.start()
-        for crd in Path(find_tool("monitor-crds")).glob("*.yaml"):
+        for crd in Path(find_tool("prometheus-crds")).glob("*.yaml"):
             assert cluster.apply(yaml.safe_load(crd.read_text()), False).status < 300, crd
         yield cluster
     finally:
