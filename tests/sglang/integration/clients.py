@@ -248,7 +248,7 @@ def test_full_histories_of_unchanged_clients_are_pinned_turns(
     """Holds a conversation with each retention, and checks that the answers are the same."""
 
     if script is tools and (api, stream) == ("messages", False) and is_before("0.5.23"):
-        pytest.skip("before SGLang 0.5.23, a call of a tool that is no object is answered with 500")
+        pytest.skip("before SGLang 0.5.23, tool arguments that are no JSON object are answered with 500")
 
     def run_with(retention: str) -> list[Turn]:
         return HeldConversation(cluster, api, stream, script, retention).run()
