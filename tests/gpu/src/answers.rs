@@ -1,7 +1,7 @@
 //! The results, and their output as a table, as JSON and as lines of Markdown.
 
 use serde_json::{Value, json};
-use std::fmt::Write;
+use std::{fmt::Write, io::Write as _};
 
 /// All results.
 #[derive(Debug, Default)]
@@ -62,6 +62,8 @@ impl Answers {
         value: Value,
         passed: Option<bool>,
     ) {
+        // At once, so that nothing is lost if the program hangs or dies.
+        let _ = writeln!(std::io::stderr().lock(), "{about}: {what}: {result}");
         self.lines.push(Line { about, what, result, value, passed });
     }
 

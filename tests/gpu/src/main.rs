@@ -13,6 +13,7 @@ mod nvml;
 mod questions;
 mod synthetic;
 mod times;
+mod torch;
 
 use answers::Answers;
 use clap::Parser;
@@ -20,6 +21,19 @@ use kernels::cuda;
 use std::{io::Write, path::PathBuf, process::ExitCode, time::Duration};
 
 const NO_CUDA: u8 = 77;
+
+/// One part of the program, which adds its results.
+type Part = fn(&Options, &mut Answers) -> anyhow::Result<()>;
+
+/// All parts; the first is the one for compute-sanitizer.
+const PARTS: [Part; 6] = [
+    equality::hold,
+    nvml::compare,
+    questions::ask,
+    torch::audit_pool,
+    times::measure,
+    load::measure,
+];
 
 /// The command line.
 #[derive(Clone, Debug, Parser)]
@@ -45,6 +59,9 @@ pub(crate) struct Options {
     /// A Python that has torch with CUDA, to test how torch shares its tensors
     #[arg(long)]
     python: Option<PathBuf>,
+    /// libberth_kv.so, to audit a pool of torch as the shim does. Needs --python
+    #[arg(long, requires = "python")]
+    library: Option<PathBuf>,
     /// File for the lines for kernels/README.md
     #[arg(long)]
     lines: Option<PathBuf>,
@@ -75,12 +92,12 @@ fn main() -> anyhow::Result<ExitCode> {
         return child::play(role, &options).map(|()| ExitCode::SUCCESS);
     }
     let mut answers = Answers::default();
-    equality::hold(&options, &mut answers)?;
-    if !options.only_equality {
-        times::measure(&options, &mut answers)?;
-        load::measure(&options, &mut answers)?;
-        questions::ask(&options, &mut answers)?;
-        nvml::compare(&mut answers);
+    let parts: &[Part] = if options.only_equality { &PARTS[..1] } else { &PARTS };
+    for part in parts {
+        // An error ends only its own part: the others' results are worth having.
+        if let Err(error) = part(&options, &mut answers) {
+            answers.check("errors", "a part ended early", format!("{error:#}"), false);
+        }
     }
     say(&answers.table(options.fake))?;
     if let Some(path) = &options.lines {

@@ -1,6 +1,6 @@
 //! NVML: the agent's readings compared with `nvidia-smi`, this process, the cost of counters.
 
-use crate::answers::Answers;
+use crate::{Options, answers::Answers};
 use nvml_wrapper::{Nvml, enums::device::UsedGpuMemory, enums::gpm::GpmMetricId, gpm};
 use std::{process::Command, time::Duration};
 use tokio::time::Instant;
@@ -13,16 +13,19 @@ const USED_MIB_APART_MAX: u64 = 512;
 const DEGREES_APART_MAX: u64 = 5;
 
 /// Compares memory and temperature of every GPU with the output of `nvidia-smi`.
-pub(crate) fn compare(answers: &mut Answers) {
+pub(crate) fn compare(_: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let query = "--query-gpu=uuid,memory.total,memory.used,temperature.gpu";
     let smi = Command::new("nvidia-smi").args([query, "--format=csv,noheader,nounits"]).output();
     let Ok(smi) = smi else {
         answers.skip(ABOUT, "against nvidia-smi", "there is no nvidia-smi");
-        return;
+        return Ok(());
     };
     let snapshot = match gpu::start(Settings::default()) {
         Ok(gpus) => gpus.snapshot(),
-        Err(error) => return answers.skip(ABOUT, "against nvidia-smi", error),
+        Err(error) => {
+            answers.skip(ABOUT, "against nvidia-smi", error);
+            return Ok(());
+        }
     };
     for line in String::from_utf8_lossy(&smi.stdout).lines() {
         let mut words = line.split(", ");
@@ -43,6 +46,7 @@ pub(crate) fn compare(answers: &mut Answers) {
         let text = format!("{ours:?}, nvidia-smi {theirs:?} (MiB total, MiB used, degrees)");
         answers.check(ABOUT, uuid, text, ours.as_ref().is_some_and(near));
     }
+    Ok(())
 }
 
 /// Returns the device memory in use, and the part that NVML attributes to a process, in bytes.

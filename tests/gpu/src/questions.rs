@@ -80,8 +80,8 @@ fn torch_tensor(options: &Options, device: &Device, answers: &mut Answers) -> an
         answers.skip(ABOUT, what, "no --python with torch was named");
         return Ok(());
     };
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/torch_tensor.py");
-    let mut tensor = Child::spawn(Command::new(python).arg(script))?;
+    let script = include_str!("../torch_tensor.py");
+    let mut tensor = Child::spawn(Command::new(python).args(["-c", script]))?;
     let torch = tensor.line()?;
     let imported = device.import(&child::read(&tensor.line()?)?)?;
     // SAFETY: the script has finished writing.

@@ -23,6 +23,7 @@ pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
     let registered = unsafe { device.register(words.page, PAGE)? };
     let address = registered.device_address();
     let stream = device.stream() as CUstream;
+    let _current = Current::of(stream)?;
     let mut work: DeviceBuffer<u8> = device.alloc(16 << 20)?;
     let write = |word: u64, value: u64| {
         // SAFETY: the stream is the device's; the words stay until the stream is synchronized,
@@ -61,6 +62,30 @@ pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
         if around { "works" } else { "is lost" },
     );
     Ok((said, around))
+}
+
+/// Makes a stream's context the thread's own, as graphs need it. The device does so in its calls
+/// only.
+struct Current;
+
+impl Current {
+    fn of(stream: CUstream) -> anyhow::Result<Self> {
+        let mut context = ptr::null_mut();
+        // SAFETY: the stream is the device's, whose context outlives this value.
+        unsafe {
+            check("a stream's context", sys::cuStreamGetCtx(stream, &raw mut context))?;
+            check("a context", sys::cuCtxPushCurrent_v2(context))?;
+        }
+        Ok(Self)
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        let mut context = ptr::null_mut();
+        // SAFETY: pushed by `of`.
+        unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
+    }
 }
 
 /// A page of words in host memory.
