@@ -6,7 +6,7 @@ use crate::{
     device::{self, median},
     synthetic::{Held, Size, Synthetic},
 };
-use kernels::cuda::{Device, DeviceBuffer, DeviceSlice, DeviceTable};
+use kernels::cuda::{Device, DeviceBuffer, DeviceSlice, DeviceTable, KvBuffer};
 use serde_json::json;
 use std::time::Duration;
 
@@ -49,6 +49,42 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
             });
             answers.add_figure(ABOUT, format!("{}, {}", one.kernel, size), text, value);
         }
+    }
+    digests_of_parts(&device, options, times, answers)
+}
+
+/// Measures digests of pages of one token whose bytes are in many buffers, as in an engine: one for
+/// each layer's keys, and one for its values.
+fn digests_of_parts(
+    device: &Device,
+    options: &Options,
+    times: usize,
+    answers: &mut Answers,
+) -> anyhow::Result<()> {
+    const BUFFERS: u64 = 64;
+    let pages: u32 = if options.fake { 64 } else { 1 << 16 };
+    // The keys of one token in one layer: one head of 128 values in bfloat16, or eight of them.
+    for page_bytes in [256, 2048] {
+        let one = u64::from(pages) * page_bytes;
+        let kv: DeviceBuffer<u8> = device.alloc(usize::try_from(one * BUFFERS)?)?;
+        let buffers: Vec<KvBuffer> = (0..BUFFERS)
+            .map(|number| KvBuffer { address: kv.address() + number * one, page_bytes })
+            .collect();
+        // SAFETY: `kv` has that many bytes for each buffer, and outlives the digests.
+        let on_device = unsafe { device.kv_buffers(&buffers, pages)? };
+        let mut numbers = device.alloc(pages as usize)?;
+        device.upload(&mut numbers, &(0..pages).collect::<Vec<u32>>())?;
+        let mut digests = device.alloc(pages as usize)?;
+        let took = median(device, times, || {
+            device.page_digest(&on_device, numbers.slice(), &mut digests)
+        })?;
+        let copy = copy(device, one * BUFFERS, times)?;
+        let copies = took.as_secs_f64() / copy.as_secs_f64().max(1e-9);
+        let us = took.as_secs_f64() * 1e6;
+        let mib = (one * BUFFERS) as f64 / 1048576.0;
+        let text = format!("{us:.1} us: {copies:.1} copies of {mib:.1} MiB");
+        let what = format!("kv_page_digest, {pages} pages in {BUFFERS} buffers of {page_bytes} B");
+        answers.add_figure(ABOUT, what, text, json!({ "us": us, "copies": copies }));
     }
     Ok(())
 }
