@@ -8,6 +8,9 @@
 // threads nor on the shape of a launch. Page ids and list entries are never trusted: values outside
 // the pool are counted or skipped. Rows are trusted, because the host has checked them.
 //
+// A kernel whose parameters change gets another name. Otherwise a library of another release than
+// the fatbin's would launch it with the wrong ones; by the name, it says that the kernel is missing.
+//
 // Blocks are one-dimensional and whole warps. All lanes of a warp must reach each sum.
 
 typedef unsigned int u32;
@@ -223,17 +226,22 @@ __device__ inline u64 keyed(u64 word, u64 buffer, u64 place) {
   return mix(word ^ ((buffer + 1) << 32 | place) * 0x9E3779B97F4A7C15ull);
 }
 
-// Computes the digest of each page: one block per page, with 16-byte loads. The engine may write to
-// a page during the read. The caller compares only digests of sealed pages.
-extern "C" __global__ void kv_page_digest(const KvBuffer* buffers, u32 nbuf, u32 npages,
+// Computes the digest of each page: one block per page, with 16-byte loads. Each team of `team`
+// threads reads other buffers than the other teams, because a page of one token has few bytes per
+// buffer. The engine may write to a page during the read. The caller compares only digests of sealed
+// pages.
+extern "C" __global__ void kv_digest_pages(const KvBuffer* buffers, u32 nbuf, u32 team, u32 npages,
                                           const u32* pages, u32 n, u64* out) {
+  const u32 teams = blockDim.x / team;
+  // Threads that are too few for a team only take part in the sum.
+  const u32 first = threadIdx.x / team < teams ? threadIdx.x / team : nbuf;
   for (u64 i = blockIdx.x; i < n; i += gridDim.x) {
     const u32 page = pages[i];
     u64 sums[1] = {0};
-    for (u32 b = 0; b < nbuf && page < npages; b++) {
+    for (u32 b = first; b < nbuf && page < npages; b += teams) {
       const KvBuffer buffer = buffers[b];
       const uint4* vectors = (const uint4*)(buffer.address + page * buffer.page_bytes);
-      for (u64 v = threadIdx.x; v < buffer.page_bytes / 16; v += blockDim.x) {
+      for (u64 v = threadIdx.x % team; v < buffer.page_bytes / 16; v += team) {
         const uint4 four = vectors[v];
         sums[0] += keyed(u64(four.y) << 32 | four.x, b, 2 * v);
         sums[0] += keyed(u64(four.w) << 32 | four.z, b, 2 * v + 1);

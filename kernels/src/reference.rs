@@ -285,7 +285,8 @@ pub struct KvBytes<'a> {
     pub page_bytes: usize,
 }
 
-/// `kv_page_digest`: returns a digest of each page over all buffers; 0 for a page outside the pool.
+/// `kv_digest_pages`: returns a digest of each page over all buffers; 0 for a page outside the
+/// pool.
 ///
 /// Each 64-bit word is mixed with the number of its buffer and its index in the page. The digest is
 /// the sum of the results. So the words may be added in any order, but two words that change places

@@ -64,6 +64,8 @@ const MISTAKES: &[Mistake] = &[
     ("nobody waits for the zero", "= 0;\n  __syncthreads();", "= 0;"),
     ("buffers can be swapped", "(buffer + 1) << 32 | place", "place"),
     ("halves can be swapped", "b, 2 * v + 1)", "b, 2 * v)"),
+    ("threads without a team read", " < teams ? threadIdx.x / team : nbuf", ""),
+    ("teams read the same buffers", "b += teams", "b++"),
 ];
 
 fn main() -> ExitCode {
@@ -262,7 +264,7 @@ fn compare_pools() -> ExitCode {
     let mut device = Device::open(0, &cuda_fake::image()).expect("there is a device");
     for seed in 0..POOLS {
         let (threads, entries) =
-            [(32, 1), (64, 1), (128, 8)][usize::try_from(seed % 3).expect("small")];
+            [(32, 1), (64, 1), (96, 1), (128, 8)][usize::try_from(seed % 4).expect("small")];
         device.set_shape(LaunchShape::new(threads, entries, 3).expect("it is a shape"));
         let case = Case::random(seed);
         let answers = case.answers(&device).expect("it runs");

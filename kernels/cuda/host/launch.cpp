@@ -46,7 +46,7 @@ constexpr Kernel typed(const char* name, void (*)(Args...)) {
 #define KERNEL(kernel) typed<kernel>(#kernel, kernel)
 const Kernel KERNELS[] = {
     KERNEL(kv_gather_pages), KERNEL(kv_mark),     KERNEL(kv_session),     KERNEL(kv_list_to_bitmap),
-    KERNEL(kv_ref_bitmap),   KERNEL(kv_classify), KERNEL(kv_page_digest),
+    KERNEL(kv_ref_bitmap),   KERNEL(kv_classify), KERNEL(kv_digest_pages),
 };
 
 }  // namespace

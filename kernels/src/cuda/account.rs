@@ -71,6 +71,8 @@ unsafe impl DeviceValue for KvBuffer {}
 #[derive(Debug)]
 pub struct KvBuffers {
     buffers: DeviceBuffer<KvBuffer>,
+    /// The most bytes that a page has in one of the buffers.
+    page_bytes_max: u64,
     npages: u32,
 }
 
@@ -99,7 +101,8 @@ impl Device {
         }
         let mut on_device = self.alloc(buffers.len())?;
         self.upload(&mut on_device, buffers)?;
-        Ok(KvBuffers { buffers: on_device, npages })
+        let page_bytes_max = buffers.iter().map(|buffer| buffer.page_bytes).max().unwrap_or(0);
+        Ok(KvBuffers { buffers: on_device, page_bytes_max, npages })
     }
 
     /// `kv_gather_pages`: writes the page list of live rows, and the number of bad slots to
@@ -306,7 +309,7 @@ impl Device {
         }
     }
 
-    /// `kv_page_digest`: computes the digest of each of `pages` over all buffers. The digest of a
+    /// `kv_digest_pages`: computes the digest of each of `pages` over all buffers. The digest of a
     /// page outside the pool is 0.
     pub fn page_digest(
         &self,
@@ -327,6 +330,7 @@ impl Device {
                 &[
                     kv.buffers.address(),
                     kv.buffers.len() as u64,
+                    self.shape.digest_team(kv.page_bytes_max).into(),
                     kv.npages.into(),
                     pages.address(),
                     count.into(),

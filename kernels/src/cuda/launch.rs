@@ -19,7 +19,7 @@ pub(super) const KERNELS: [&CStr; 7] = [
     c"kv_list_to_bitmap",
     c"kv_ref_bitmap",
     c"kv_classify",
-    c"kv_page_digest",
+    c"kv_digest_pages",
 ];
 
 /// The index of a kernel in [`KERNELS`].
@@ -74,6 +74,13 @@ impl LaunchShape {
     pub(super) fn blocks(self, items: u64) -> u32 {
         let blocks = items.div_ceil(self.threads.into());
         u32::try_from(blocks).unwrap_or(u32::MAX).min(self.blocks_max)
+    }
+
+    /// Returns how many threads of `kv_digest_pages` read one buffer: a thread for each 16 bytes of
+    /// a page, up to the whole block. A power of two, or the whole block.
+    pub(super) fn digest_team(self, page_bytes_max: u64) -> u32 {
+        let loads = u32::try_from(page_bytes_max / 16).unwrap_or(self.threads).max(1);
+        loads.checked_next_power_of_two().map_or(self.threads, |team| team.min(self.threads))
     }
 
     /// Returns the number of blocks per row. All rows get the same number. The longest row has

@@ -83,7 +83,7 @@ fn digests_of_parts(
         let us = took.as_secs_f64() * 1e6;
         let mib = (one * BUFFERS) as f64 / 1048576.0;
         let text = format!("{us:.1} us: {copies:.1} copies of {mib:.1} MiB");
-        let what = format!("kv_page_digest, {pages} pages in {BUFFERS} buffers of {page_bytes} B");
+        let what = format!("kv_digest_pages, {pages} pages in {BUFFERS} buffers of {page_bytes} B");
         answers.add_figure(ABOUT, what, text, json!({ "us": us, "copies": copies }));
     }
     Ok(())
@@ -147,6 +147,6 @@ fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<
     })?;
     add("kv_classify", pages / 2, took);
     let took = median(device, times, || device.page_digest(&kv, staged.slice(), &mut digests))?;
-    add("kv_page_digest", refs * on.size.page_bytes, took);
+    add("kv_digest_pages", refs * on.size.page_bytes, took);
     Ok(timed)
 }
