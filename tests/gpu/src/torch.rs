@@ -5,9 +5,11 @@ use anyhow::{Context, bail};
 use kernels::report::Report;
 use serde::Deserialize;
 use serde_json::Value;
-use std::{collections::BTreeMap, process::Command};
+use std::{collections::BTreeMap, path::Path, process::Command};
 
 const ABOUT: &str = "a pool of torch, audited by the shim's library";
+/// How torch allocates: blocks of `cudaMalloc`, or expandable segments.
+const ALLOCATIONS: [&str; 2] = ["blocks", "mapped"];
 /// Where the shim's package is, from the root of the repository.
 const SHIM: &str = "worker-agent/shim";
 
@@ -22,6 +24,11 @@ enum Line {
         owners: Value,
         faults: BTreeMap<String, u64>,
     },
+    Check {
+        what: String,
+        result: String,
+        passed: bool,
+    },
     Figure {
         what: String,
         result: String,
@@ -34,15 +41,33 @@ pub(crate) fn audit_pool(options: &Options, answers: &mut Answers) -> anyhow::Re
         answers.skip(ABOUT, "faults and times", "needs --python with torch, and --library");
         return Ok(());
     };
+    for allocation in ALLOCATIONS {
+        audit_pool_in(allocation, python, library, options, answers)?;
+    }
+    Ok(())
+}
+
+fn audit_pool_in(
+    allocation: &str,
+    python: &Path,
+    library: &Path,
+    options: &Options,
+    answers: &mut Answers,
+) -> anyhow::Result<()> {
+    let (script, seconds) = (include_str!("../torch_pool.py"), options.seconds.to_string());
     let output = Command::new(python)
-        .args(["-c", include_str!("../torch_pool.py"), SHIM, &options.seconds.to_string()])
+        .args(["-c", script, SHIM, &seconds, allocation])
         .env("BERTH_KV_LIBRARY", library)
         .env("BERTH_KV_FATBIN", &options.fatbin)
         .output()?;
+    let named = |what: &str| format!("{what} ({allocation})");
     for line in String::from_utf8(output.stdout)?.lines() {
         match serde_json::from_str(line).with_context(|| format!("torch_pool.py wrote {line}"))? {
             Line::Figure { what, result } => {
-                answers.add_figure(ABOUT, what, result.clone(), result);
+                answers.add_figure(ABOUT, named(&what), result.clone(), result);
+            }
+            Line::Check { what, result, passed } => {
+                answers.check(ABOUT, named(&what), result, passed);
             }
             Line::Audit { what, report, owners, faults } => {
                 let report = Report::decode(&bytes(&report)?)?;
@@ -54,7 +79,7 @@ pub(crate) fn audit_pool(options: &Options, answers: &mut Answers) -> anyhow::Re
                     .collect();
                 let found_owners = serde_json::to_value(report.pages_by_owner)?;
                 let text = format!("{found:?}, {found_owners}, {:?}", report.digests);
-                answers.check(ABOUT, what, text, found == faults && found_owners == owners);
+                answers.check(ABOUT, named(&what), text, found == faults && found_owners == owners);
             }
         }
     }

@@ -23,7 +23,7 @@ pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
     let registered = unsafe { device.register(words.page, PAGE)? };
     let address = registered.device_address();
     let stream = device.stream() as CUstream;
-    let _current = Current::of(stream)?;
+    let _current = Current::enter(stream)?;
     let mut work: DeviceBuffer<u8> = device.alloc(16 << 20)?;
     let write = |word: u64, value: u64| {
         // SAFETY: the stream is the device's; the words stay until the stream is synchronized,
@@ -69,7 +69,7 @@ pub(crate) fn words_around(device: &Device) -> anyhow::Result<(String, bool)> {
 struct Current;
 
 impl Current {
-    fn of(stream: CUstream) -> anyhow::Result<Self> {
+    fn enter(stream: CUstream) -> anyhow::Result<Self> {
         let mut context = ptr::null_mut();
         // SAFETY: the stream is the device's, whose context outlives this value.
         unsafe {
@@ -83,7 +83,7 @@ impl Current {
 impl Drop for Current {
     fn drop(&mut self) {
         let mut context = ptr::null_mut();
-        // SAFETY: pushed by `of`.
+        // SAFETY: pushed by `enter`.
         unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
     }
 }
