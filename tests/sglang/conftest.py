@@ -94,8 +94,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
         shutil.rmtree(folder)
     if session.exitstatus == pytest.ExitCode.INTERRUPTED:
         session.exitstatus = INTERRUPTED
-    elif not config.option.collectonly:
+    elif not config.option.collectonly and not config.getoption("only_engine", False):
         reports = config.pluginmanager.get_plugin("terminalreporter").stats
         failed = {each.nodeid for kind in ("failed", "error") for each in reports.get(kind, [])}
         passed = {each.nodeid for each in reports.get("passed", [])} - failed
+        for name in sorted(failed):
+            print(f"failed: {name}")
         print(f"{len(passed)} passed, {len(failed)} failed", flush=True)
