@@ -469,6 +469,7 @@ fn finish(
                 NoAnswer::TimedOut => TurnOutcome::TimedOut,
                 NoAnswer::NoDescriptors { .. } => TurnOutcome::NotSent,
                 NoAnswer::Connect { .. }
+                | NoAnswer::Ended { .. }
                 | NoAnswer::NotAborted { .. }
                 | NoAnswer::NotARouter { .. }
                 | NoAnswer::BrokenOff { .. }

@@ -82,6 +82,8 @@ pub(crate) struct AgentState {
     pub(crate) aborted_answers: AtomicUsize,
     /// Whether to refuse every turn and open as full.
     pub(crate) full: AtomicBool,
+    /// Whether to report that the agent ends.
+    pub(crate) draining: AtomicBool,
     /// Whether to open sessions and then give no answer.
     pub(crate) loses_answers: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
@@ -136,6 +138,7 @@ impl Agent {
             release: Semaphore::new(0),
             aborted_answers: AtomicUsize::new(0),
             full: AtomicBool::new(false),
+            draining: AtomicBool::new(false),
             loses_answers: AtomicBool::new(false),
             used_tokens: AtomicUsize::new(100),
             retentions,
@@ -300,6 +303,7 @@ impl AgentState {
         let running: u32 = sessions.values().map(|session| session.turns_running).sum();
         v1::LoadReport {
             interval_ms: 50,
+            draining: self.draining.load(Ordering::Relaxed),
             ranks: vec![v1::RankLoad {
                 dp_rank: 0,
                 turns_running: running,

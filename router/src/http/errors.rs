@@ -151,6 +151,7 @@ impl From<NoAnswer> for Refusal {
     fn from(error: NoAnswer) -> Self {
         match error {
             NoAnswer::Connect { .. }
+            | NoAnswer::Ended { .. }
             | NoAnswer::NotARouter { .. }
             | NoAnswer::Silent { was_sent: false, .. } => unreachable_refusal(),
             NoAnswer::BrokenOff { .. }

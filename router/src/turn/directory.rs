@@ -26,6 +26,9 @@ use crate::{
     },
 };
 
+/// How long a turn that its agent broke off waits for the news of the agent's end.
+const END_NEWS_MAX: Duration = Duration::from_millis(500);
+
 /// The status and the worker of each session.
 #[derive(Debug)]
 pub(crate) struct SessionDirectory {
@@ -112,6 +115,20 @@ impl SessionDirectory {
         }
         let view = self.view.wait_for(reconnect_deadline, |view| view.agent(worker).is_up()).await;
         self.status(key, &view)
+    }
+
+    /// Whether a worker's agent is about to end as planned, or has done so. The news may come a
+    /// moment after the agent has closed its connections: waits for it.
+    ///
+    /// An agent that crashes while its operator drains it counts as well. That repeats no turn of a
+    /// session whose KV is pinned: the next agent closes what a crashed one has left.
+    pub(super) async fn has_ended_as_planned(&self, worker: WorkerRef) -> bool {
+        let is_known = |view: &Snapshot| {
+            let agent = view.agent(worker);
+            agent.was_draining || !agent.is_up()
+        };
+        let view = self.view.wait_for(now() + END_NEWS_MAX, is_known).await;
+        view.agent(worker).was_draining
     }
 }
 

@@ -130,6 +130,14 @@ pub(crate) enum NoAnswer {
         #[source]
         source: hyper_util::client::legacy::Error,
     },
+    /// The agent has ended as planned, and closed the connection. It answers each turn that it
+    /// takes, so it has not taken this one.
+    #[error("worker {worker} ended before it took the turn")]
+    Ended {
+        worker: String,
+        #[source]
+        source: hyper_util::client::legacy::Error,
+    },
     /// The worker broke off its answer before its first bytes.
     #[error("worker {worker} broke off before its answer began")]
     AnswerBrokenOff {
@@ -179,7 +187,10 @@ impl NoAnswer {
     pub(crate) fn can_retry(&self) -> bool {
         matches!(
             self,
-            Self::Connect { .. } | Self::NotARouter { .. } | Self::Silent { was_sent: false, .. }
+            Self::Connect { .. }
+                | Self::Ended { .. }
+                | Self::NotARouter { .. }
+                | Self::Silent { was_sent: false, .. }
         )
     }
 }

@@ -114,6 +114,26 @@ pub(super) async fn send(
     placed: &mut PlacedTurn,
     body: Bytes,
 ) -> Sent {
+    let Sent { answer, worker } = send_once(shared, turn, outbound, placed, body).await;
+    let answer = match answer {
+        Err(NoAnswer::BrokenOff { worker: name, source })
+            if shared.directory.has_ended_as_planned(worker).await =>
+        {
+            Err(NoAnswer::Ended { worker: name, source })
+        }
+        answer => answer,
+    };
+    Sent { answer, worker }
+}
+
+/// Sends a turn. Doesn't ask why an agent broke off.
+async fn send_once(
+    shared: &Shared,
+    turn: &Turn,
+    outbound: &OutboundTurn,
+    placed: &mut PlacedTurn,
+    body: Bytes,
+) -> Sent {
     let Some(mut prefill) = placed.prefill.take() else {
         let answer = outbound.send(&shared.upstream, placed, body).await;
         let answer = answer.map(|response| response.map(AgentBody::plain));
