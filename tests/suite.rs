@@ -1,0 +1,37 @@
+//! The tests of routers, agents and simulated engines together, each subject in a file of its own.
+//!
+//! They are one program, because a program for each file would link router and agent as often as there
+//! are files: that took most of the time of a build.
+
+mod access_log;
+mod agent;
+mod announce;
+mod auth;
+mod block_locator;
+mod cache_isolation;
+mod claims;
+mod cli;
+mod conformance;
+mod demotion;
+mod deploy;
+mod discovery;
+mod e2e;
+mod engine_sim;
+mod gpu;
+mod hints;
+mod init;
+mod kv_events;
+mod ports;
+mod preamble;
+mod refusals;
+mod replay;
+mod resident;
+mod restarts;
+mod rl;
+mod silence;
+mod sim;
+mod skew;
+mod soak;
+mod staged_prefill;
+mod top;
+mod turns;
