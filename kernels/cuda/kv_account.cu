@@ -8,8 +8,8 @@
 // threads nor on the shape of a launch. Page ids and list entries are never trusted: values outside
 // the pool are counted or skipped. Rows are trusted, because the host has checked them.
 //
-// A kernel whose parameters change gets another name. Otherwise a library of another release than
-// the fatbin's would launch it with the wrong ones; by the name, it says that the kernel is missing.
+// A kernel whose parameters change gets another name. Otherwise a library of another release would
+// launch it with the wrong ones; by the name, the library notices that its kernel is missing.
 //
 // Blocks are one-dimensional and whole warps. All lanes of a warp must reach each sum.
 
@@ -228,12 +228,12 @@ __device__ inline u64 keyed(u64 word, u64 buffer, u64 place) {
 
 // Computes the digest of each page: one block per page, with 16-byte loads. Each team of `team`
 // threads reads other buffers than the other teams, because a page of one token has few bytes per
-// buffer. The engine may write to a page during the read. The caller compares only digests of sealed
-// pages.
+// buffer. The engine may write to a page during the read. The caller compares only digests of
+// sealed pages.
 extern "C" __global__ void kv_digest_pages(const KvBuffer* buffers, u32 nbuf, u32 team, u32 npages,
-                                          const u32* pages, u32 n, u64* out) {
+                                           const u32* pages, u32 n, u64* out) {
   const u32 teams = blockDim.x / team;
-  // Threads that are too few for a team only take part in the sum.
+  // The last threads, if they are too few for a team, read nothing.
   const u32 first = threadIdx.x / team < teams ? threadIdx.x / team : nbuf;
   for (u64 i = blockIdx.x; i < n; i += gridDim.x) {
     const u32 page = pages[i];

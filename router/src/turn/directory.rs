@@ -120,8 +120,9 @@ impl SessionDirectory {
     /// Whether a worker's agent is about to end as planned, or has done so. The news may come a
     /// moment after the agent has closed its connections: waits for it.
     ///
-    /// An agent that crashes while its operator drains it counts as well. That repeats no turn of a
-    /// session whose KV is pinned: the next agent closes what a crashed one has left.
+    /// An agent that crashes while its operator drains it counts as well. Then a turn may be
+    /// computed twice, but no pinned session gets a turn twice: the next agent closes what a
+    /// crashed one has left.
     pub(super) async fn has_ended_as_planned(&self, worker: WorkerRef) -> bool {
         let is_known = |view: &Snapshot| {
             let agent = view.agent(worker);
