@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use http::{Method, StatusCode};
 use proto::load::Retention;
+use serde_json::json;
 use tests::keys::KeyFixture;
 
 use crate::{
@@ -49,6 +50,28 @@ async fn a_session_is_opened_used_listed_and_closed_by_its_owner_alone() {
         assert_eq!(shown.status, StatusCode::NOT_FOUND);
     }
     assert_eq!(a.session_count() + b.session_count(), 0);
+}
+
+#[tokio::test]
+async fn an_id_of_any_characters_is_found_percent_encoded() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let ids = [
+        ("a/b", "a%2Fb"),
+        ("..", "%2E%2E"),
+        ("50%?", "50%25%3F"),
+        ("\u{a6} \u{1f600}", "%C2%A6%20%F0%9F%98%80"),
+    ];
+    for (id, encoded) in ids {
+        let opened = router.call(Method::POST, OPEN, &[], json!({ "session_id": id }).to_string());
+        assert_eq!(opened.await.status, StatusCode::CREATED, "{id}");
+        let path = format!("{OPEN}/{encoded}");
+        let shown = router.call(Method::GET, &path, &[], "").await;
+        assert_eq!((shown.status, &shown.json()["session_id"]), (StatusCode::OK, &json!(id)));
+        let closed = router.call(Method::DELETE, &path, &[], "").await;
+        assert_eq!(closed.status, StatusCode::NO_CONTENT, "{id}");
+    }
+    assert_eq!(a.session_count(), 0);
 }
 
 #[tokio::test]
