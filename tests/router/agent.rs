@@ -86,6 +86,8 @@ pub(crate) struct AgentState {
     pub(crate) draining: AtomicBool,
     /// Whether to open sessions and then give no answer.
     pub(crate) loses_answers: AtomicBool,
+    /// Whether to open sessions and answer never.
+    pub(crate) holds_answers: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
     retentions: Vec<Retention>,
     /// Whether to describe a model's files. The first router that fetches them is refused.
@@ -140,6 +142,7 @@ impl Agent {
             full: AtomicBool::new(false),
             draining: AtomicBool::new(false),
             loses_answers: AtomicBool::new(false),
+            holds_answers: AtomicBool::new(false),
             used_tokens: AtomicUsize::new(100),
             retentions,
             has_model: AtomicBool::new(false),

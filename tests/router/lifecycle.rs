@@ -9,7 +9,7 @@ use tests::keys::KeyFixture;
 
 use crate::{
     agent::Agent,
-    harness::{Router, collect, config, wait_until},
+    harness::{Answer, Router, collect, config, wait_until},
 };
 
 const OPEN: &str = "/v1/sessions";
@@ -362,4 +362,39 @@ async fn an_open_without_an_answer_leaves_no_second_session_of_its_name() {
     wait_until("a has no session", async || a.session_count() == 0).await;
     assert_eq!(b.session_count(), 8);
     assert!(router.metrics().await.contains("retries_total{reason=\"open\"}"), "a was asked too");
+}
+
+/// Opens a session at the first of these agents, which dies before it answers. Returns the client's
+/// answer.
+async fn open_at_a_dying_agent(router: &Router, agent: &mut Agent) -> Answer {
+    agent.inner.holds_answers.store(true, Ordering::Relaxed);
+    let open = router.call(Method::POST, OPEN, &[], r#"{"session_id":"s"}"#);
+    tokio::pin!(open);
+    let received = wait_until("the agent has opened it", async || agent.session_count() == 1);
+    tokio::select! {
+        answer = &mut open => panic!("no answer was sent: {answer:?}"),
+        () = received => {}
+    }
+    agent.kill();
+    open.await
+}
+
+#[tokio::test]
+async fn an_open_whose_agent_dies_goes_to_another_agent() {
+    let (mut a, b) = (Agent::start("a"), Agent::start("b"));
+    // So that the first open goes to the other.
+    b.inner.used_tokens.store(9_000, Ordering::Relaxed);
+    let router = Router::start(&[&a, &b]).await;
+    let opened = open_at_a_dying_agent(&router, &mut a).await;
+    assert_eq!(opened.status, StatusCode::CREATED, "{opened:?}");
+    assert_eq!(opened.json()["worker"], "b/0");
+}
+
+#[tokio::test]
+async fn an_open_whose_only_agent_dies_may_be_tried_again() {
+    let mut a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let refused = open_at_a_dying_agent(&router, &mut a).await;
+    assert_eq!(refused.refusal(), (503, "worker_unreachable".to_owned()));
+    assert_ne!(refused.header("retry-after"), "");
 }

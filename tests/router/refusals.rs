@@ -49,38 +49,37 @@ async fn no_get_opens_or_closes_a_session() {
 async fn an_agent_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly() {
     let mut a = Agent::start("a");
     let router = Router::start(&[&a]).await;
-    let answer = {
-        let turn = router.chat(&[("x-test-wait", "head")], "{}");
-        tokio::pin!(turn);
-        let received = wait_until("the agent has the turn", async || a.turns().len() == 1);
-        tokio::select! {
-            _ = &mut turn => panic!("no answer was released"),
-            () = received => {}
-        }
-        a.kill();
-        turn.await
-    };
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Sudden).await;
     assert_eq!(answer.refusal(), (502, "worker_broke_off".to_owned()));
     assert_eq!(answer.header("retry-after"), "", "it may have run");
 }
 
-/// Sends a turn to the first of these agents, which reports that it ends, and does so without an
-/// answer. Returns the client's answer.
-async fn turn_at_an_ending_agent(router: &Router, ending: &mut Agent) -> Answer {
+#[derive(Debug, PartialEq, Eq)]
+enum Ending {
+    /// The agent reports that it ends, before it does.
+    Planned,
+    Sudden,
+}
+
+/// Sends a turn to the first of these agents, which ends without an answer. Returns the client's
+/// answer.
+async fn turn_at_an_ending_agent(router: &Router, agent: &mut Agent, ending: Ending) -> Answer {
     let turn = router.chat(&[("x-test-wait", "head")], "{}");
     tokio::pin!(turn);
-    let received = wait_until("the agent has the turn", async || ending.turns().len() == 1);
+    let received = wait_until("the agent has the turn", async || agent.turns().len() == 1);
     tokio::select! {
         _ = &mut turn => panic!("no answer was released"),
         () = received => {}
     }
-    ending.inner.draining.store(true, Ordering::Relaxed);
-    let state = async || {
-        let shown = router.call(Method::GET, "/v1/workers", &[], "").await.json();
-        shown["workers"][0]["state"].clone()
-    };
-    wait_until("the router knows", async || state().await == "draining").await;
-    ending.kill();
+    if ending == Ending::Planned {
+        agent.inner.draining.store(true, Ordering::Relaxed);
+        let state = async || {
+            let shown = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+            shown["workers"][0]["state"].clone()
+        };
+        wait_until("the router knows", async || state().await == "draining").await;
+    }
+    agent.kill();
     turn.await
 }
 
@@ -88,7 +87,7 @@ async fn turn_at_an_ending_agent(router: &Router, ending: &mut Agent) -> Answer 
 async fn a_turn_that_an_ending_agent_has_not_taken_may_be_sent_again() {
     let mut a = Agent::start("a");
     let router = Router::start(&[&a]).await;
-    let answer = turn_at_an_ending_agent(&router, &mut a).await;
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Planned).await;
     assert_eq!(answer.refusal(), (503, "worker_unreachable".to_owned()));
     assert_ne!(answer.header("retry-after"), "");
 }
@@ -101,6 +100,6 @@ async fn a_turn_that_an_ending_agent_has_not_taken_goes_to_another() {
     b.inner.used_tokens.store(9_000, Ordering::Relaxed);
     b.inner.release.add_permits(1);
     let router = Router::start(&[&a, &b]).await;
-    let answer = turn_at_an_ending_agent(&router, &mut a).await;
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Planned).await;
     assert_eq!((answer.status.as_u16(), b.turns().len()), (200, 1), "{}", answer.text());
 }

@@ -44,16 +44,18 @@ impl WorkerAgent for Service {
         }
         let key = SessionKey::try_from(request.key.unwrap()).unwrap();
         let retention = Retention::from_wire(request.retention).ok();
-        let mut sessions = self.0.sessions.lock();
-        let was_open = sessions.contains_key(&key);
-        let session = sessions
-            .entry(key.clone())
-            .or_insert_with(|| self.0.fresh(&key, retention, true))
-            .clone();
-        drop(sessions);
+        let (was_open, session) = {
+            let mut sessions = self.0.sessions.lock();
+            let was_open = sessions.contains_key(&key);
+            let opened = || self.0.fresh(&key, retention, true);
+            (was_open, sessions.entry(key.clone()).or_insert_with(opened).clone())
+        };
         self.0.changed(session.clone());
         if self.0.loses_answers.load(Ordering::Relaxed) {
             return Err(Status::unavailable("the connection broke"));
+        }
+        if self.0.holds_answers.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
         }
         Ok(tonic::Response::new(v1::Session { was_open, ..session.into() }))
     }
