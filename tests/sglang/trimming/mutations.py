@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parents[1]
 SHIM = HERE.parents[1] / "worker-agent/shim"
 
 SEAMS = ["trimming/test_seams.py"]
+LINK = ["trimming/test_link.py"]
 TRIMMING = [f"trimming/test_{name}.py" for name in ("trimmer", "questions", "trim", "seams")]
 REPUBLISHING = ["trimming/test_republish.py", *SEAMS]
 OPTIONS = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutations", "--exitfirst"]
@@ -473,6 +474,11 @@ MUTATIONS = [
         "off = dict.fromkeys(functions, _error_reason(\"probe\", error))",
         "off = {}",
     ),
+    (
+        "a hello that changed while it was sent is sent again", "link",
+        "if sent_hello is not self._hello:",
+        "if False:",
+    ),
 ]
 
 
@@ -487,7 +493,7 @@ def tests_pass_without(rule: str, file: str, old: str, new: str) -> bool:
         path.write_text(text.replace(old, new))
         env = os.environ | {"PYTHONPATH": folder}
         of_seams = dict.fromkeys(("probe", "__init__", "audit"), SEAMS)
-        files = (of_seams | {"republish": REPUBLISHING}).get(file, TRIMMING)
+        files = (of_seams | {"republish": REPUBLISHING, "link": LINK}).get(file, TRIMMING)
         command = [sys.executable, "-B", "-m", "pytest", *OPTIONS, *files]
         run = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
         assert run.returncode in (0, 1), f"{rule}: no test ran\n{run.stdout}\n{run.stderr}"

@@ -154,23 +154,25 @@ class Link:
             for path in self._paths:
                 try:
                     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                        self._connect(connection, path)
+                        hello = self._connect(connection, path)
                         pause_seconds = RECONNECT_SECONDS_MIN
-                        self._read_commands(connection)
+                        self._read_commands(connection, hello)
                 except (OSError, wire.ProtocolError):
                     # There is no agent, it has disconnected, or it uses another protocol.
                     pass
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, RECONNECT_SECONDS_MAX)
 
-    def _connect(self, connection: socket.socket, path: str) -> None:
-        """Connects the socket to the agent at `path` and sends the hello."""
+    def _connect(self, connection: socket.socket, path: str) -> bytes:
+        """Connects the socket to the agent at `path` and sends the hello. Returns what was sent."""
         connection.settimeout(HELLO_SECONDS_MAX)
         connection.connect(path)
         if not self._is_trusted(connection, path):
             raise PermissionError(f"{path} belongs to another user")
-        connection.sendall(self._hello)
+        hello = self._hello
+        connection.sendall(hello)
         connection.settimeout(None)
+        return hello
 
     def _is_trusted(self, connection: socket.socket, path: str) -> bool:
         """Whether the agent runs as the engine's own user or as root. An engine that runs as root
@@ -190,9 +192,12 @@ class Link:
             folder == SYSTEM_FOLDER and os.lstat(folder).st_uid == uid
         )
 
-    def _read_commands(self, connection: socket.socket) -> None:
+    def _read_commands(self, connection: socket.socket, sent_hello: bytes) -> None:
         """Lets the engine's thread send, and reads commands until the agent disconnects."""
         with self._lock:
+            if sent_hello is not self._hello:
+                # `reconnect` came too early to end this connection.
+                return
             self._unsent = b""
             self._socket = connection
             self.connection_number += 1
