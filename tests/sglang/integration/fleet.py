@@ -83,6 +83,8 @@ def launch_engine(
         "--dtype", "float32",
         "--host", "127.0.0.1",
         "--port", str(port),
+        # By itself the engine may choose another one's port, or the next of its own.
+        "--nccl-port", str(free_ports(1)[0]),
         "--enable-metrics",
         "--enable-cache-report",
         # Without this flag an idle engine uses a whole core.

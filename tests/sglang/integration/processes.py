@@ -129,27 +129,39 @@ def shim_env(socket_path: Path, bin_dir: Path) -> dict[str, str]:
 
 
 _next_port = int(os.environ.get("BERTH_PORT_FIRST", 20_000 + os.getpid() % 10_000))
+# One for each port that was given out. Held until this process ends.
+_reservations: list[socket.socket] = []
 
 
 def free_ports(count: int, lowest: int | None = None) -> list[int]:
     """Returns consecutive free ports, below the range that the kernel assigns from. No port is
-    returned twice, because a process that died may be restarted on its old port."""
+    returned twice, because a process that died may be restarted on its old port. Nor is one that
+    another suite on this machine was given, because an engine binds its ports late."""
     global _next_port
     for first in range(lowest or _next_port, 32_000):
-        sockets = []
-        try:
-            for port in range(first, first + count):
-                sockets.append(bound := socket.socket())
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind(("0.0.0.0", port))
+        ports = range(first, first + count)
+        reservations = [_reserve(port) for port in ports]
+        if all(reservations):
+            _reservations.extend(reservations)
             _next_port = first + count
-            return list(range(first, first + count))
-        except OSError:
-            continue
-        finally:
-            for bound in sockets:
-                bound.close()
+            return list(ports)
+        for reservation in filter(None, reservations):
+            reservation.close()
     raise Failed(f"no {count} free ports in a row")
+
+
+def _reserve(port: int) -> socket.socket | None:
+    """Reserves the port as long as the returned socket is open. `None` if it is not free."""
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        reservation.bind(f"\0berth-port-{port}")
+        with socket.socket() as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("0.0.0.0", port))
+    except OSError:
+        reservation.close()
+        return None
+    return reservation
 
 
 def answers_200(url: str) -> bool:
