@@ -106,30 +106,41 @@ impl Terminal {
         assert!(command.args(keys).status().await.unwrap().success());
     }
 
-    /// Waits for a screen that has all these texts, and returns its lines.
+    /// Waits for a whole screen that has all these texts, and returns its lines.
     async fn wait_for(&self, texts: &[&str]) -> Vec<String> {
         let mut last = String::new();
         let deadline = tokio::time::Instant::now() + tests::cluster::PATIENCE;
-        while !texts.iter().all(|text| last.contains(text)) {
-            assert!(tokio::time::Instant::now() < deadline, "no {texts:?} in:\n{last}");
+        loop {
             let output = self.tmux(&["capture-pane", "-p"]).output().await.unwrap();
-            last = String::from_utf8(output.stdout).unwrap();
+            let screen = String::from_utf8(output.stdout).unwrap();
+            let lines: Vec<String> = screen.lines().map(str::to_owned).collect();
+            let is_missing = |text: &&str| !screen.contains(text);
+            let fault = match texts.iter().copied().find(is_missing) {
+                Some(text) => Err(format!("no {text:?}")),
+                None => self.check(&lines),
+            };
+            // A screen may be read while it is drawn.
+            if fault.is_ok() && screen == last {
+                return lines;
+            }
+            assert!(tokio::time::Instant::now() < deadline, "{fault:?} in:\n{screen}");
+            last = screen;
         }
-        let lines: Vec<String> = last.lines().map(str::to_owned).collect();
-        self.check(&lines);
-        lines
     }
 
     /// Checks that the picture fills the terminal, and that no frame is cut.
-    fn check(&self, lines: &[String]) {
-        let picture = lines.join("\n");
-        assert_eq!(lines.len(), self.size.1, "{picture}");
-        assert!(lines.iter().all(|line| line.chars().count() <= self.size.0), "{picture}");
-        for line in lines {
-            let is_closed = [('┌', '┐'), ('│', '│'), ('└', '┘')]
-                .iter()
-                .all(|(begin, end)| !line.starts_with(*begin) || line.ends_with(*end));
-            assert!(is_closed, "{line:?} of\n{picture}");
+    fn check(&self, lines: &[String]) -> Result<(), String> {
+        let (width, height) = self.size;
+        if lines.len() != height || lines.iter().any(|line| line.chars().count() > width) {
+            return Err(format!("not {width} by {height}"));
+        }
+        let is_closed = |line: &&String| {
+            let ends = [('┌', '┐'), ('│', '│'), ('└', '┘')];
+            ends.iter().all(|(begin, end)| !line.starts_with(*begin) || line.ends_with(*end))
+        };
+        match lines.iter().find(|line| !is_closed(line)) {
+            None => Ok(()),
+            Some(line) => Err(format!("not closed: {line:?}")),
         }
     }
 
