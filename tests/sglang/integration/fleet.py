@@ -301,12 +301,14 @@ class Fleet:
 
     def pool_at_rest(self) -> int:
         """Returns the tokens that sessions hold, once no turn runs or waits by the engine's own
-        account."""
+        account of after this call."""
         def at_rest() -> bool:
             seen[:] = self.loads()
-            return not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in seen)
+            busy = [load["num_running_reqs"] + load["num_waiting_reqs"] for load in seen]
+            return not any(busy) and all(load["timestamp"] >= begin for load in seen)
 
         seen: list[dict] = []
+        begin = time.time()
         wait_until(self.engine, "at rest", at_rest, SETTLE_SECONDS_MAX)
         return sum(load["num_used_tokens"] for load in seen)
 
@@ -320,9 +322,9 @@ class Fleet:
         wait_until(self.engine, "flushed", flushed, SETTLE_SECONDS_MAX)
 
     def baseline(self) -> int:
-        """Returns the pool's use before a test. KV that the previous test released gets 5 s to
-        go; what stays after that is taken as given."""
-        return self.wait_pool(0, seconds=5)
+        """Returns the pool's use before a test. KV that the previous test released gets some time
+        to go; what stays after that is taken as given."""
+        return self.wait_pool(0)
 
     def wait_pool(self, tokens: int, seconds: float = SETTLE_SECONDS_MAX) -> int:
         """Waits until the pool's use is `tokens`, for at most `seconds`. Returns the last

@@ -14,9 +14,9 @@ REPORT_SECONDS_MAX = 30
 
 def figures(fleet: Fleet) -> dict[str, int]:
     workers = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"]
-    load = next(worker for worker in workers if worker["agent"] == WORKER)["load"]
+    load = next(worker for worker in workers if worker["agent"] == WORKER)["load"] or {}
     names = ("pinned_tokens", "pool_used_tokens", "pool_total_tokens", "rows_held", "foreign_tokens")
-    return {name: load[name]["value"] for name in names if load[name]}
+    return {name: load[name]["value"] for name in names if load.get(name)}
 
 
 def wait_figures(fleet: Fleet, expected: dict[str, int]) -> None:

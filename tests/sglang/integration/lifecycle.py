@@ -116,7 +116,7 @@ def test_a_close_during_a_turn_waits_for_its_end(fleet: Fleet) -> None:
 
 def test_an_idle_session_is_closed_in_time(fleet: Fleet) -> None:
     before = fleet.baseline()
-    session = Pinned(fleet, timeout=3)
+    session = Pinned(fleet, timeout=8)
     session.turn("Wait for me.", 10)
     assert fleet.wait_pool(before) == before, "the pool's use"
     # The router may still know where the session was, but its history is gone, so nothing can be

@@ -121,10 +121,11 @@ class Listener:
 
     def session(self, id: str, what: str, holds: Callable[[Session], Any]) -> Session:
         """Waits until `holds` is true for the session's state, and returns the state."""
-        self.wait(
-            f"{what} of {id}", lambda state: id in state.sessions and holds(state.sessions[id])
-        )
-        return self.state.sessions[id]
+        def find(state: ShimState) -> Session | None:
+            session = state.sessions.get(id)
+            return session if session and holds(session) else None
+
+        return self.wait(f"{what} of {id}", find)
 
     def event(self, kind: str, id: str) -> tuple:
         """Waits for an event of the session, removes it from the list, and returns its values."""

@@ -209,7 +209,7 @@ def a_replaced_history_takes_no_delta(cluster: Cluster) -> None:
 
 def an_expired_session_takes_no_delta(cluster: Cluster) -> None:
     first = client(cluster)
-    first.open(timeout=3)
+    first.open(timeout=8)
     first.send_delta("The harbour master counts the ships")
     url = f"{cluster.fleet.router_url}/v1/sessions/{first.id}"
     gone = lambda: wire.get(url).status == 404  # noqa: E731

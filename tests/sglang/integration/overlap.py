@@ -34,8 +34,14 @@ class Pair:
         """The number of blocks that the router knows to be resident on this fleet's worker."""
         workers = wire.get(f"{self.router.router_url}/v1/workers").json()["workers"]
         [kv] = [worker["kv"] for worker in workers if worker["agent"] == fleet.worker]
-        assert kv["state"] == "live", f"what is known of {fleet.worker}'s blocks, {kv}"
-        return kv["resident_blocks"]
+        return kv["resident_blocks"] if kv["state"] == "live" else 0
+
+    def is_at_rest(self, fleet: Fleet) -> bool:
+        """Whether the router knows that nothing runs on this fleet's worker any more."""
+        workers = wire.get(f"{self.router.router_url}/v1/workers").json()["workers"]
+        [load] = [worker["load"] for worker in workers if worker["agent"] == fleet.worker]
+        used = load["pool_used_tokens"]["value"]
+        return load["turns_running"] == 0 and used < SYSTEM_TOKENS
 
     def turn(self, ids: list[int], headers: dict | None = None) -> tuple[str, Turn]:
         """Sends a turn through the router. Returns the worker that took it, and its answer."""
@@ -134,4 +140,5 @@ def wait_for_blocks(both: Pair, there: Fleet) -> Iterator[None]:
     yield
     blocks = before + SYSTEM_TOKENS // BLOCK_TOKENS
     wait_until(both.router.router, "hearing of the blocks",
-               lambda: both.resident_blocks(there) >= blocks, BERTH_START_SECONDS_MAX)
+               lambda: both.resident_blocks(there) >= blocks and both.is_at_rest(there),
+               BERTH_START_SECONDS_MAX)

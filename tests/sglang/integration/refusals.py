@@ -193,13 +193,13 @@ def test_a_second_turn_while_one_runs(fleet: Fleet) -> None:
 def test_a_second_turn_while_one_runs_unstreamed(fleet: Fleet) -> None:
     # Two first turns of a session that reach the engine at once would end it.
     session = Pinned(fleet)
-    request = body("Hello.", 40, session_params={"id": session.id})
+    request = body("Hello.", 100, session_params={"id": session.id})
     with slow_engine(fleet, 0.1):
         answers = run_together(*[lambda: wire.post(f"{fleet.router_url}/generate", request)] * 3)
     assert sorted(answer.status for answer in answers) == [200, 409, 409], "the statuses"
     for answer in answers:
         if answer.status == 200:
-            session.check("Hello.", 40, Turn.from_answer(answer.json()))
+            session.check("Hello.", 100, Turn.from_answer(answer.json()))
         else:
             refusal_code(answer, 409, "an overlapping first turn")
     session.turn(" And again.", 10)

@@ -76,7 +76,7 @@ class Succession:
         if hold:
             hold.drop()
         assert len(self.left_open()) == journalled, "sessions that the journal has as open"
-        assert len(self.engine_sessions()) == inside, "sessions inside the engine"
+        self._wait_inside(inside)
 
     def start(self) -> None:
         """Starts the next agent."""
@@ -87,7 +87,14 @@ class Succession:
         agrees."""
         agent = self.fleet.agent
         wait_until(agent, "done", lambda: not self.left_open(), TAKEOVER_SECONDS_MAX)
-        assert self.engine_sessions() == {}, "sessions left inside the engine"
+        self._wait_inside(0)
+
+    def _wait_inside(self, count: int) -> None:
+        """Waits until so many sessions are inside the engine, which closes one after its answer."""
+        self.engine_sessions()
+        self.listener.wait(
+            f"{count} sessions inside the engine", lambda state: len(state.sessions) == count
+        )
 
     def check_all_free(self) -> None:
         """Checks that engine and agent agree that nothing is held, and that sessions work."""

@@ -248,7 +248,7 @@ def test_the_engine_was_restarted_too(fleet: Fleet) -> None:
         fleet.kill_engine()
         fleet.start_engine()
         agents.tap.connect_to(fleet.engine_url)
-        agents.listener.connected()
+        agents.listener.wait("the new shim", lambda state: state.hello and not state.ended)
         before = len(agents.tap.exchanges("/close_session"))
         agents.start()
         agents.finish()
@@ -268,7 +268,8 @@ def test_the_engine_was_out_of_reach_for_a_moment(fleet: Fleet) -> None:
         hold.wait()
         agents.tap.refuse()
         url = f"http://{fleet.agent_admin}/readyz"
-        wait_until(fleet.agent, "without its engine", lambda: not answers_200(url), SETTLE_SECONDS_MAX)
+        is_without = lambda: wire.get(url).status == 503  # noqa: E731
+        wait_until(fleet.agent, "without its engine", is_without, SETTLE_SECONDS_MAX)
         hold.drop()
         assert len(agents.engine_sessions()) == 2, "sessions inside the engine"
         agents.tap.take_again()

@@ -83,7 +83,8 @@ class Tap:
         self._connections: list[_Connection] = []
         self._holds: list[Hold] = []
         self._lock = threading.Lock()
-        self._listener = self._listen(0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._begin_to_accept()
         self._port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
 
@@ -113,11 +114,15 @@ class Tap:
     def close(self) -> None:
         self.let_all_go()
         self.refuse()
+        self._listener.close()
 
     def refuse(self) -> None:
         """Ends every connection and accepts no more, as if the engine had gone."""
         # Without the shutdown, a thread that waits in `accept` would keep the socket open.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # It accepts no more.
         self._listener.close()
         with self._lock:
             for connection in self._connections:
@@ -126,15 +131,18 @@ class Tap:
                         side.shutdown(socket.SHUT_RDWR)
                     except OSError:
                         pass  # It has ended already.
+        # Bound, so that nothing else gets the port. It refuses connections all the same.
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", self._port))
 
     def take_again(self) -> None:
         """Accepts connections again, on the same port."""
-        self._listener = self._listen(self._port)
+        self._listener.listen()
+        self._begin_to_accept()
 
-    def _listen(self, port: int) -> socket.socket:
-        listener = socket.create_server(("127.0.0.1", port))
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        return listener
+    def _begin_to_accept(self) -> None:
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def exchanges(self, path: str) -> list[Exchange]:
         """Returns all complete exchanges on that path, in the order of their connections."""

@@ -7,6 +7,7 @@ Nothing of the session was computed again. After an edit of the history, nothing
 """
 
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ class Engine:
             "SGLANG_TEST_RETRACT": "true",
         }
         self.page_size = fleet.page_size
+        # The same in each run: with other prompts, two tokens that are equally likely could make an
+        # answer depend on how it was computed.
+        self._names = random.Random(1)
         self.process: Process
         self.process, self.url = start_engine(
             self.folder, fleet.page_size, env=env, model="chat-model"
@@ -60,7 +64,8 @@ class Engine:
         self.listener.close()
 
     def open(self) -> str:
-        request = {"capacity_of_str_len": 1, "session_id": new_id("trim"), "streaming": True}
+        name = f"trim-{self._names.getrandbits(32):08x}"
+        request = {"capacity_of_str_len": 1, "session_id": name, "streaming": True}
         return wire.post(f"{self.url}/open_session", request).json()
 
     def close(self, session: str) -> None:
@@ -125,8 +130,10 @@ class Conversation:
     def send_turn(self, tokens: int = TOKENS, session: str | None = None, **more: object) -> Reply:
         """Sends a turn and checks its answer, whatever the plan was."""
         body = self.body(tokens, **more)
+        before = self.engine.listener.count(self.session)
         reply = send(self.engine.url, self.api, body, session or self.session, self.stream)
-        plan = self.plan
+        # A plan comes by another way than the answer.
+        plan = self.engine.listener.plans(self.session, more_than=before)[-1]
         if plan.plan in ("diverged", "refused"):
             assert self.engine.last_written(plan.rid, "context") is None, f"a context after {plan}"
             plain = send(self.engine.url, self.api, body, None, self.stream)
@@ -310,9 +317,10 @@ def test_an_aborted_turn_leaves_no_trace(engine: Engine) -> None:
 
 def test_retracted_turns_are_committed_once(engine: Engine) -> None:
     def converse(api: str, stream: bool) -> Callable[[], None]:
+        conversation = Conversation(engine, api, stream)
+        conversation.crowded = True
+
         def run() -> None:
-            conversation = Conversation(engine, api, stream)
-            conversation.crowded = True
             for _ in range(6):
                 conversation.send_next_turn()
             engine.close(conversation.session)
@@ -362,10 +370,12 @@ def _vanish(engine: Engine, conversation: Conversation, chunks: int) -> None:
     more = {"ignore_eos": True, "model": MODEL, "temperature": 0, "stream": True}
     headers = mark(conversation.session)
     url = f"{engine.url}/v1/chat/completions"
+    before = engine.listener.count(conversation.session)
     vanishing = wire.stream(url, conversation.body(400, **more), headers)
     events = vanishing.events()
     for _ in range(chunks):
         next(events)
+    engine.listener.plans(conversation.session, more_than=before)
     vanishing.vanish()
 
 
@@ -416,9 +426,10 @@ def test_untrimmable_prompts_are_reported(engine: Engine) -> None:
          "it wants the prompt's log probabilities"),
     ):
         asked = {"sampling_params": params} | body
+        before = engine.listener.count(session)
         answer = wire.post(f"{engine.url}/generate", asked, mark(session))
         assert answer.status == 200, f"the status of {answer}"
-        plan = engine.listener.plans(session)[-1]
+        plan = engine.listener.plans(session, more_than=before)[-1]
         assert (plan.plan, plan.why) == ("refused", why), f"of {body}"
     assert engine.listener.questions(session) == [], "no session could help"
     engine.close(session)
@@ -465,10 +476,11 @@ def test_more_room_is_requested(engine: Engine) -> None:
     for answer in ("", conversation.session):
         conversation.add_question("More, please.")
         engine.listener.answer = lambda _, answer=answer: answer
-        body = conversation.body(TOKENS)
+        body, count = conversation.body(TOKENS), engine.listener.count(conversation.session)
         reply = send(engine.url, "chat", body, conversation.session, tokens_max=room)
+        held = engine.listener.plans(conversation.session, more_than=count)[-1]
         engine.listener.answer = lambda _: ""
-        asked, held = engine.listener.questions(conversation.session)[-1], conversation.plan
+        asked = engine.listener.questions(conversation.session)[-1]
         assert (asked.plan, asked.sent) == ("refused", 0), f"it asks: {asked}"
         # `retokenized` if the previous answer was retokenized.
         runs = ("trimmed", "retokenized") if answer else ("refused",)

@@ -64,12 +64,19 @@ class TrimListener:
             assert self._changed.wait_for(lambda: self.inert is not None, seconds), "no hello"
             return self.inert
 
-    def plans(self, name: str, seconds: float = 60) -> list[Plan]:
-        """Waits for a final plan of this session or request. Returns all of them, oldest first."""
+    def count(self, name: str) -> int:
+        """Returns the number of final plans of this session or request so far."""
+        with self._changed:
+            return len(self._matching(name, questions=False))
+
+    def plans(self, name: str, more_than: int = 0, seconds: float = 60) -> list[Plan]:
+        """Waits until this session or request has more final plans than so many. Returns all of
+        them, oldest first."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
-                if found := self._matching(name, questions=False):
+                found = self._matching(name, questions=False)
+                if len(found) > more_than:
                     return found
                 left = deadline - time.monotonic()
                 assert self._changed.wait(left) if left > 0 else False, f"no plan of {name}"

@@ -10,10 +10,14 @@ import time
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.turns import Pinned, Turn, body, generate_at_engine, slow_engine
+from integration.turns import (
+    Pinned, Turn, body, generate_at_engine, restore_speed, slow_engine, wait_session,
+)
 
 LOST_TEXT = " Say much."
 LOST_TOKENS = 100
+# A lost turn takes ten seconds. It must not end by itself before the abort comes.
+LOST_STEP_SECONDS = 0.1
 # An abort takes effect at the end of the running step.
 FREE_SECONDS_MAX = 60
 
@@ -29,6 +33,7 @@ def next_turn(fleet: Fleet, session: Pinned, text: str = " What was I saying?") 
             break
         time.sleep(0.1)
     assert answer.status == 200, f"the status of the next turn ({answer})"
+    restore_speed(fleet)
     turn = Turn.from_answer(answer.json())
 
     kept = session.history + LOST_TEXT
@@ -46,7 +51,7 @@ def test_in_a_stream(fleet: Fleet) -> None:
     before = fleet.baseline()
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
-    with slow_engine(fleet):
+    with slow_engine(fleet, LOST_STEP_SECONDS):
         stream = session.send(LOST_TEXT, LOST_TOKENS, stream=True)
         events = stream.events()
         seen = [json.loads(next(events)) for _ in range(3)]
@@ -58,7 +63,7 @@ def test_in_a_stream(fleet: Fleet) -> None:
 
 def test_in_the_first_turns_stream(fleet: Fleet) -> None:
     session = Pinned(fleet)
-    with slow_engine(fleet):
+    with slow_engine(fleet, LOST_STEP_SECONDS):
         stream = session.send(LOST_TEXT, LOST_TOKENS, stream=True)
         next(stream.events())
         stream.vanish()
@@ -68,7 +73,7 @@ def test_in_the_first_turns_stream(fleet: Fleet) -> None:
 def test_again_and_again(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
-    with slow_engine(fleet, 0.02):
+    with slow_engine(fleet, LOST_STEP_SECONDS):
         for _ in range(4):
             deadline = time.monotonic() + FREE_SECONDS_MAX
             while (stream := session.send(LOST_TEXT, LOST_TOKENS, stream=True)).status == 409:
@@ -84,7 +89,7 @@ def test_again_and_again(fleet: Fleet) -> None:
 def test_while_waiting_for_an_unstreamed_answer(fleet: Fleet) -> None:
     session = Pinned(fleet)
     session.turn("Listen to me.", 10)
-    with slow_engine(fleet):
+    with slow_engine(fleet, LOST_STEP_SECONDS):
         request = body(LOST_TEXT, LOST_TOKENS, session_params={"id": session.id})
         try:
             wire.post(f"{fleet.router_url}/generate", request, seconds=0.5)
@@ -99,11 +104,10 @@ def test_before_anything_was_answered(fleet: Fleet) -> None:
     session.turn("Listen to me.", 10)
     request = body(LOST_TEXT, LOST_TOKENS, session_params={"id": session.id}, stream=True)
     with slow_engine(fleet, 0.2):
-        try:
-            wire.stream(f"{fleet.router_url}/generate", request, seconds=0.05).vanish()
-        except TimeoutError:
-            pass
+        leaving = wire.post_unread(f"{fleet.router_url}/generate", request)
+        wait_session(fleet, session.id, "state", "running")
+        leaving.close()
         # A fast engine could run the whole turn before the abort comes. Then the client lacks a
         # turn that the engine has, and is rightly refused.
-        fleet.pool_at_rest()
+        wait_session(fleet, session.id, "state", "idle")
     next_turn(fleet, session)

@@ -220,8 +220,12 @@ def check_all(
                 abs(said - again)
                 for said, again in zip(each.log_probabilities, log_probabilities(fresh))
             ]
+            # Of two tokens that are equally likely, another run may choose the other one, and goes
+            # on after it.
+            pairs = zip(each.output_ids, fresh["output_ids"], strict=True)
+            same = next((at for at, (said, again) in enumerate(pairs) if said != again), len(errors))
+            errors = errors[: same + 1]
             worst = max(worst, *errors)
-            assert each.output_ids == fresh["output_ids"], f"the tokens on checkpoint {number}"
             assert max(errors) < LOG_PROBABILITY_ERROR_MAX, f"log probabilities: off by {max(errors)}"
         # The check can fail: other weights give other answers.
         other = models[(number + 1) % len(models)]

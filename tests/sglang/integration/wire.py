@@ -96,6 +96,13 @@ def request(
         connection.close()
 
 
+def post_unread(url: str, body: Any, seconds: float = 60) -> http.client.HTTPConnection:
+    """Sends the body, and reads nothing. Returns the connection."""
+    connection, path = _connect(url, seconds)
+    connection.request("POST", path, _encode(body), {"content-type": "application/json"})
+    return connection
+
+
 def get(url: str, seconds: float = 60) -> Answer:
     return request("GET", url, seconds=seconds)
 

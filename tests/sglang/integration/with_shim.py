@@ -37,7 +37,8 @@ def with_shim(fleet: Fleet, settings: str = "") -> Iterator[None]:
 
 def by_shim(fleet: Fleet) -> bool:
     load = wire.get(f"{fleet.router_url}/v1/workers").json()["workers"][0]["load"]
-    return load["pool_used_tokens"]["source"] == "shim"
+    used = (load or {}).get("pool_used_tokens") or {}
+    return used.get("source") == "shim"
 
 
 def test_shared_prefixes_count_once(fleet: Fleet) -> None:
