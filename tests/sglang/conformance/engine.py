@@ -106,16 +106,21 @@ class Flow:
         assert stream.status == 200, "the stream's status"
         self._stream = stream
         self._events = stream.events()
+        self._last = ""
 
     def first(self) -> Reply:
         """Waits for the first event and returns it; from then on the turn runs."""
-        return self._reply(next(self._events))
+        self._last = next(self._events)
+        return self._reply(self._last)
 
     def end(self) -> Reply:
         """Reads the stream to its end, which must be `[DONE]`. Returns the last event before it."""
         events = list(self._events)
-        assert len(events) > 1 and events[-1] == "[DONE]", f"no [DONE]: {events[-1:]}"
-        return self._reply(events[-2])
+        assert events and events[-1] == "[DONE]", f"no [DONE]: {events[-1:]}"
+        # A server that was held up may put all tokens into its first event.
+        last = events[-2] if len(events) > 1 else self._last
+        assert last, "no event before [DONE]"
+        return self._reply(last)
 
     def rest(self) -> list[str]:
         """Returns the remaining events, whether the stream ends with `[DONE]` or is cut off."""

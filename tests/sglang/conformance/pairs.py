@@ -20,7 +20,7 @@ from integration.processes import free_ports
 from integration.turns import new_id
 
 # How long an engine waits for the other one.
-WAIT_SECONDS = 4
+WAIT_SECONDS = 10
 # A bootstrap room's place in the list of ranks: all of them, or one that no engine has.
 ALL = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 ABSENT = "prefill_dp_rank=5&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"

@@ -28,10 +28,12 @@ def run_out(engine: Engine) -> tuple[list[str], list[Flow]]:
     sessions = [engine.open() for _ in range(4)]
     for salt, session in enumerate(sessions):
         engine.turn(session, ids(100, 1 + salt), 4).good()
-    flows = [
-        hopeful(engine, session, ids(20, 10 + n), TOKENS, f"{session}-turn")
-        for n, session in enumerate(sessions)
-    ]
+    # All four have begun before the pool is full.
+    with engine.slow():
+        flows = [
+            hopeful(engine, session, ids(20, 10 + n), TOKENS, f"{session}-turn")
+            for n, session in enumerate(sessions)
+        ]
     return sessions, flows
 
 
@@ -130,10 +132,14 @@ def test_forced_retractions_change_no_answer(engine: Engine) -> None:
         engine.close(session)
     engine.until("flushed", lambda: engine.flush().status == 200)
     sessions = [engine.open() for _ in range(2)]
-    first = run_together(*[lambda n=n: engine.turn(sessions[n], ids(60, 2 * n), 30) for n in range(2)])
-    second = run_together(
-        *[lambda n=n: engine.turn(sessions[n], ids(20, 2 * n + 1), 30) for n in range(2)]
-    )
+    # The two run at the same time, also on a machine that is slow to send the second.
+    with engine.slow(0.01):
+        first = run_together(
+            *[lambda n=n: engine.turn(sessions[n], ids(60, 2 * n), 30) for n in range(2)]
+        )
+        second = run_together(
+            *[lambda n=n: engine.turn(sessions[n], ids(20, 2 * n + 1), 30) for n in range(2)]
+        )
     retractions = sum(reply.good().meta["num_retractions"] for reply in first + second)
     engine.expect("there were retractions", retractions > 0, True)
     assert [reply.prompt for reply in second] == [110, 110], "prompt tokens of the second turns"

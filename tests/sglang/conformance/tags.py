@@ -46,12 +46,13 @@ def test_turns_of_one_id_run_side_by_side(engine: Engine) -> None:
     id = new_id("t")
     with engine.slow():
         flows = [
-            engine.flow(None, ids(40, 1 + n), 100, session_id=id) for n in range(3)
+            engine.flow(None, ids(40, 1 + n), 300, session_id=id) for n in range(3)
         ]
         engine.until("all three run", lambda: engine.load()["num_running_reqs"] == 3)
+        engine.sleep_in_forward(0)
         ends = [flow.end().good() for flow in flows]
-    assert [reply.completion for reply in ends] == [100, 100, 100], "tokens"
-    alone = run_together(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 100) for n in range(3)])
+    assert [reply.completion for reply in ends] == [300, 300, 300], "tokens"
+    alone = run_together(*[lambda n=n: engine.turn(None, ids(40, 1 + n), 300) for n in range(3)])
     assert [r.output for r in ends] == [r.output for r in alone], "the answers"
 
 

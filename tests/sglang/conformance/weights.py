@@ -18,8 +18,8 @@ def test_an_update_waits_until_nothing_runs_and_flushes(engine: Engine) -> None:
     engine.turn(session, ids(40, 1), 20).good()
     update = {"model_path": own_model(engine), "weight_version": "one"}
     with engine.slow(0.01):
-        running = engine.pending(None, ids(20, 2), 60)
-        engine.until("running", lambda: engine.load()["num_running_reqs"] == 1)
+        running = engine.flow(None, ids(20, 2), 60)
+        running.first()
         updated = engine.post("/update_weights_from_disk", update)
         assert running.end().good().completion == 60, "tokens of what ran"
     said = updated.json()
