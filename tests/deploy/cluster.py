@@ -10,6 +10,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ class Cluster:
                 return _answer(answer)
         except urllib.error.HTTPError as error:
             return _answer(error)
+
+    def wait(self, what: str, holds: Callable[[], bool]) -> None:
+        """Waits until this holds of the API server."""
+        wait_until(self._api, what, holds, START_SECONDS_MAX)
 
     def must(self, *args: Any, **kwargs: Any) -> Any:
         answer = self.call(*args, **kwargs)

@@ -12,6 +12,8 @@ from deploy.cluster import NAMESPACE, Cluster, why_missing
 from deploy.programs import run
 from deploy.schemas import SCHEMA_FILE, write_schemas
 
+MONITORS = {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
+
 
 @pytest.fixture(scope="module")
 def cluster(find_tool: Callable[[str], str], folder: Path) -> Iterator[Cluster]:
@@ -22,9 +24,16 @@ def cluster(find_tool: Callable[[str], str], folder: Path) -> Iterator[Cluster]:
         cluster.start()
         for crd in Path(find_tool("prometheus-crds")).glob("*.yaml"):
             assert cluster.apply(yaml.safe_load(crd.read_text()), False).status < 300, crd
+        cluster.wait("describing the monitors", lambda: described(cluster) >= MONITORS)
         yield cluster
     finally:
         cluster.stop()
+
+
+def described(cluster: Cluster) -> set[str]:
+    """Returns the kinds of objects that the API server has schemas for."""
+    definitions = cluster.must("GET", "/openapi/v2")["definitions"]
+    return {name.rsplit(".", 1)[-1] for name in definitions}
 
 
 @pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
@@ -60,7 +69,8 @@ def test_a_router_reads_endpoint_slices_and_nothing_else(cluster: Cluster, helm:
             assert cluster.apply(each, is_dry=False).status < 300
     slices = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
     router, worker = cluster.token("b-berth-router"), cluster.token("b-berth-worker")
-    assert cluster.call("GET", slices, token=router).status == 200
+    cluster.wait("aware of the role", lambda: cluster.call(
+        "GET", slices, token=router).status == 200)
     assert cluster.call("DELETE", f"{slices}/a", token=router).status == 403
     assert cluster.call("GET", slices, token=worker).status == 403
     others = ("pods", "secrets", "configmaps", "services")

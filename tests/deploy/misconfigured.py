@@ -189,7 +189,8 @@ class Fleet:
         deadline = time.monotonic() + SETTLE_SECONDS_MAX
         while True:
             report = self.doctor(*flags)
-            if self.found(report) == wanted or time.monotonic() > deadline:
+            is_asked = wanted or not report["not_asked"]
+            if (self.found(report) == wanted and is_asked) or time.monotonic() > deadline:
                 return report
 
     def found(self, report: dict) -> Found:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from integration import wire
 from integration.processes import Process, answers_200, free_ports, wait_until
 
 from deploy import charts
@@ -127,7 +128,8 @@ def test_probes_ask_for_what_the_processes_answer(served: Served) -> None:
         ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
         for probe in ("readinessProbe", "livenessProbe"):
             get = container[probe]["httpGet"]
-            assert answers_200(served.url(ports[get["port"]], get["path"])), container["name"]
+            url = served.url(ports[get["port"]], get["path"])
+            assert wire.get(url, seconds=30).status == 200, container["name"]
 
 
 def test_the_autoscalers_metric_exists(served: Served, helm: str) -> None:

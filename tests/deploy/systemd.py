@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from integration import wire
 from integration.processes import Process, answers_200, free_ports, wait_until
 
 from deploy.programs import DEPLOY, run
 
 UNITS = {name: DEPLOY / f"systemd/berth-{name}.service" for name in ("agent", "router")}
 SECONDS_MAX = 30
+TRIES_MAX = 10
 WATCHDOG_SECONDS = 2
 # What systemd-analyze calls "OK". A service without any limits has 9.6.
 EXPOSURE_MAX = {"agent": 2.0, "router": 1.5}
@@ -154,13 +156,18 @@ def test_systemd_learns_that_the_service_serves_lives_and_stops(
 ) -> None:
     process, told, admin = service
     told.skip_to("READY=1")
-    assert answers_200(f"{admin}/healthz"), "the ports weren't open when it said that it serves"
+    healthz = wire.get(f"{admin}/healthz", seconds=SECONDS_MAX)
+    assert healthz.status == 200, "the ports weren't open when it said that it serves"
     told.skip_to("WATCHDOG=1")
-    begin = time.monotonic()
-    for _ in range(3):
-        assert told.skip_to("WATCHDOG=1") == []
-    # systemd waits for twice as long as the signs are apart.
-    assert 2 * WATCHDOG_SECONDS > time.monotonic() - begin > WATCHDOG_SECONDS
+    # systemd waits for twice as long as the signs are apart. A machine that stops for a moment
+    # disturbs some of them.
+    for _ in range(TRIES_MAX):
+        begin = time.monotonic()
+        for _ in range(3):
+            assert told.skip_to("WATCHDOG=1") == []
+        if is_apart := 2 * WATCHDOG_SECONDS > time.monotonic() - begin > WATCHDOG_SECONDS:
+            break
+    assert is_apart, "the signs aren't apart by half of the limit"
     process.send(signal.SIGTERM)
     assert set(told.skip_to("STOPPING=1")) <= {"WATCHDOG=1"}
     assert process.wait(SECONDS_MAX) == 0, process.log_tail()
