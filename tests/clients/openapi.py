@@ -25,7 +25,7 @@ def test_own_routes(cluster: Cluster, target_of: Target, tmp_path: Path) -> None
         # closed before it is looked up, by the idle time that it was opened with.
         "--exclude-checks", "ignored_auth,ensure_resource_availability",
         # A session's id is no secret here.
-        "--request-timeout", "30", "--output-sanitize", "false",
+        "--request-timeout", "30", "--max-response-time", "30", "--output-sanitize", "false",
     ]
     status, printed = run("schemathesis", command, tmp_path)
     assert status == 0, f"schemathesis:\n{printed[-6000:]}"
