@@ -59,7 +59,10 @@ export class Fleet {
     writeFileSync(settings, [
       `workers = ${JSON.stringify(this.agents)}`,
       "[listen]", `data_addr = "127.0.0.1:${this.data}"`, `admin_addr = "127.0.0.1:${this.admin}"`,
-      "[auth]", `keys_file = ${JSON.stringify(keys)}`, "",
+      "[auth]", `keys_file = ${JSON.stringify(keys)}`,
+      // A machine that stops for a moment moves no session, and makes no report old.
+      "[placement]", "rebind_gain_ms_min = 3600000",
+      "[timeouts]", "load_report_age_ms_max = 60000", "",
     ].join("\n"));
     this.router = spawn(join(PROGRAMS, "berth-router"), ["--config", settings], {
       stdio: ["ignore", "ignore", "inherit"],

@@ -21,8 +21,8 @@ use tokio::{
 };
 
 use super::{
-    ENGINES, Kind, SESSIONS, check_few_split, count_split, plan, play, play_rounds, rounds,
-    wait_for, wait_until_mended,
+    ENGINES, Kind, SESSIONS, check_few_split, count_split, patience, plan, play, play_rounds,
+    rounds, wait_for, wait_until_mended,
 };
 
 /// The cases, in the order in which they run.
@@ -179,7 +179,8 @@ async fn wait_until_used(
 
 async fn with_store(place: Place, name: &'static str, routers: usize) -> anyhow::Result<String> {
     let store = Store::start(&place, name).await?;
-    let fleet = Processes::start(place, &plan(routers, &store.settings())).await?;
+    let settings = store.settings() + patience(&place);
+    let fleet = Processes::start(place, &plan(routers, &settings)).await?;
     wait_until_used(&fleet, &store, 1000).await?;
     let figures = play_rounds(&fleet).await?;
     let failed = count_claims(&fleet, name, "failed").await?;

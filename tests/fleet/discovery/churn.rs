@@ -107,7 +107,8 @@ async fn replace_workers(place: &Place, mut listing: Listing) -> anyhow::Result<
     let (began, mut leaving) = (now(), Vec::new());
     let mut stopping = JoinSet::new();
     for change in 0..changes {
-        let next_at = began + Duration::from_millis(600) * change;
+        // After a stop of the machine, the changes don't catch up: all workers would leave at once.
+        let next_at = now() + Duration::from_millis(600);
         // One joins, and the oldest leaves. A listed worker runs on until the router has let it go.
         workers.push(listing.start_worker(4 + change).await?);
         leaving.push(workers.remove(0));
@@ -116,7 +117,7 @@ async fn replace_workers(place: &Place, mut listing: Listing) -> anyhow::Result<
         if leaving.len() > left_running {
             stopping.spawn(leaving.remove(0).stop());
         }
-        tokio::time::sleep_until((next_at + Duration::from_millis(600)).into()).await;
+        tokio::time::sleep_until(next_at.into()).await;
     }
     let took = began.elapsed();
     let names: Vec<String> = (changes..changes + 4).map(|number| format!("w{number}")).collect();
