@@ -2,11 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use std::net::SocketAddr;
+
 use axum::{Json, Router, extract::Query, http::StatusCode, routing::get};
 use serde_json::{Value, json};
 use tests::{
     berth::BerthCommand,
-    cluster::{Cluster, eventually, text_turn},
+    cluster::{Cluster, eventually, own_addr, text_turn},
     engine_sim::kv::KvEventsConfig,
     keys::KeyFixture,
 };
@@ -170,7 +172,8 @@ async fn the_exit_status_says_what_went_wrong() {
     assert!(!unknown.err.contains("nobody"), "a key is never shown: {unknown:?}");
     assert_eq!(with_key("").run(&["workers"]).await.unwrap().status, 66);
 
-    let nothing = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // Nobody else has this address.
+    let nothing = SocketAddr::new(own_addr().ip(), 9);
     for (flag, command) in [("--router", "workers"), ("--agent", "audit")] {
         let unreachable = berth(&[format!("{flag}={nothing}")]).run(&[command]).await.unwrap();
         assert_eq!(unreachable.status, 69, "{unreachable:?}");

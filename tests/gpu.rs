@@ -395,7 +395,9 @@ async fn a_lost_gpu_and_its_slices_stay_unhealthy_however_nvml_fails_to_find_the
 #[tokio::test]
 async fn a_gpu_keeps_its_identity_when_the_other_gpu_is_no_longer_listed() {
     let machine = Machine::new(&json!({ "0": {"uuid": "GPU-a"}, "1": {"uuid": "GPU-b"} })).unwrap();
-    let gpus = gpu::start(reloading(&machine, &[])).unwrap();
+    // Between two reloads there must be time to wait for an event.
+    let reload_interval = Duration::from_millis(100);
+    let gpus = gpu::start(Settings { reload_interval, ..reloading(&machine, &[]) }).unwrap();
     let mut control = machine.wait_until_loaded().await.unwrap();
     control.gpu(0, &json!({"lost": true})).unwrap();
     let lost = |snapshot: &Snapshot| snapshot.devices[0].unhealthy_reason.is_some();

@@ -5,6 +5,7 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader},
+    net::SocketAddr,
     os::unix::fs::PermissionsExt as _,
     path::Path,
     process::{Child, Command, Stdio},
@@ -15,7 +16,7 @@ use clap::Parser as _;
 use serde_json::{Value, json};
 use tests::{
     berth::{BerthCommand, Said},
-    cluster::{Agent, agent_config, ready, router_config, text_turn},
+    cluster::{Agent, agent_config, own_addr, ready, router_config, text_turn},
     engine_sim::{Config, EngineSim, kv::KvEventsConfig},
     web::Web,
 };
@@ -159,7 +160,8 @@ async fn start_other(info: Value) -> String {
 #[tokio::test]
 async fn the_error_says_why_there_is_no_engine_and_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
-    let nothing = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // Nobody else has this address.
+    let nothing = SocketAddr::new(own_addr().ip(), 9);
     let config = Config { api_key: Some("right".into()), ..complete_engine() };
     let locked = EngineSim::start_local(config).await.unwrap();
     let other = start_other(json!({ "version": "9", "status": "ok" })).await;

@@ -1,7 +1,7 @@
 //! What every place that holds claims does, asked of real servers.
 
 use std::{
-    net::TcpListener,
+    net::{Ipv4Addr, SocketAddr, TcpListener},
     process::{Child, Command, Stdio},
     sync::Arc,
 };
@@ -16,8 +16,8 @@ use crate::{
     config::claims::{ClaimsTable, StoreName},
 };
 
-/// Life of a claim. etcd counts in seconds.
-const TTL_MS: u64 = 1000;
+/// Life of a claim, longer than a machine stops for a moment. etcd counts in seconds.
+const TTL_MS: u64 = 3_000;
 /// How long a claim may take on a busy machine.
 const TIME_MAX: Duration = Duration::from_secs(5);
 
@@ -34,10 +34,13 @@ impl Drop for Server {
     }
 }
 
-/// Returns a port of the loopback address that is free now.
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
+/// Returns two free ports of a loopback address that no other process uses.
+fn free_ports() -> [SocketAddr; 2] {
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let host = Ipv4Addr::new(127, 77, high, low);
+    // Both at once, so that they differ.
+    let listeners = [(); 2].map(|()| TcpListener::bind((host, 0)).unwrap());
+    listeners.map(|listener| listener.local_addr().unwrap())
 }
 
 /// Starts a server with its data in a folder of its own. `None` if the program isn't installed.
@@ -65,30 +68,32 @@ fn request(key: u8, agent: &str, expected: Option<u64>) -> ClaimRequest {
     ClaimRequest { key: ClaimKey([key; 16]), wanted, expected, ttl }
 }
 
-/// Waits until a store that has just been started answers.
-async fn wait_until_ready(store: &dyn ClaimStore) {
-    let ready = async {
-        while store.claim(request(0, "w0", None), TIME_MAX).await.is_err() {
+/// Asks until the store answers. It may have just been started, and a lease in etcd may end while a
+/// machine stops for a moment.
+async fn ask(store: &dyn ClaimStore, request: ClaimRequest) -> PlacementClaim {
+    let asked = async {
+        loop {
+            if let Ok(claim) = store.claim(request.clone(), TIME_MAX).await {
+                return claim;
+            }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), ready).await.expect("the store answers");
+    tokio::time::timeout(Duration::from_secs(60), asked).await.expect("the store answers")
 }
 
 /// Checks that a store means by a claim what [`ClaimTable::claim`] does.
 async fn check(store: Arc<dyn ClaimStore>) {
-    wait_until_ready(&*store).await;
-    let claim =
-        async |agent, expected| store.claim(request(1, agent, expected), TIME_MAX).await.unwrap();
+    ask(&*store, request(0, "w0", None)).await;
+    let claim = async |agent, expected| ask(&*store, request(1, agent, expected)).await;
     // Of routers that ask at once, one is granted, and all others learn its worker.
     let mut routers = JoinSet::new();
     for number in 0..50 {
         let store = Arc::clone(&store);
         let request = request(1, &format!("w{number}"), None);
-        routers.spawn(async move { store.claim(request, TIME_MAX).await });
+        routers.spawn(async move { ask(&*store, request).await });
     }
     let claims = routers.join_all().await;
-    let claims: Vec<_> = claims.into_iter().map(|claim| claim.expect("an answer")).collect();
     let granted: Vec<_> = claims.iter().filter(|claim| claim.is_granted).collect();
     let [first] = &granted[..] else { panic!("{granted:?}") };
     assert!(claims.iter().all(|claim| claim.worker == first.worker), "{claims:?}");
@@ -129,18 +134,19 @@ async fn claims_in_memory_are_compare_and_set() {
 
 #[tokio::test]
 async fn claims_in_redis_are_compare_and_set() {
-    let (port, tasks) = (free_port(), Tasks::default());
-    let flags = ["--bind", "127.0.0.1", "--save", "", "--port", &port.to_string()];
+    let ([address, _], tasks) = (free_ports(), Tasks::default());
+    let (host, port) = (address.ip().to_string(), address.port().to_string());
+    let flags = ["--bind", &host, "--save", "", "--port", &port];
     let Some(_server) = start("redis-server", &flags.map(str::to_owned)) else { return };
-    let settings = settings(StoreName::Redis, format!("redis://127.0.0.1:{port}/3"));
+    let settings = settings(StoreName::Redis, format!("redis://{address}/3"));
     check(Arc::new(RedisStore::open(&settings, None, &tasks).unwrap())).await;
     tasks.cancel();
 }
 
 #[tokio::test]
 async fn claims_in_etcd_are_compare_and_set() {
-    let (clients, peers, tasks) = (free_port(), free_port(), Tasks::default());
-    let [clients, peers] = [clients, peers].map(|port| format!("http://127.0.0.1:{port}"));
+    let tasks = Tasks::default();
+    let [clients, peers] = free_ports().map(|address| format!("http://{address}"));
     let flags = [
         "--name=t",
         "--data-dir=data",
