@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 
 from clients.places import Cluster, Target
-from clients.programs import HERE, environment, run
+from clients.programs import environment, run
 from integration import wire
 
 # Requests for each operation and check; more find nothing new in the time of a run.
