@@ -105,9 +105,9 @@ def test_before_anything_was_answered(fleet: Fleet) -> None:
     request = body(LOST_TEXT, LOST_TOKENS, session_params={"id": session.id}, stream=True)
     with slow_engine(fleet, 0.2):
         leaving = wire.post_unread(f"{fleet.router_url}/generate", request)
-        wait_session(fleet, session.id, "state", "running")
+        wait_session(fleet, session.id, "turns_running", 1)
         leaving.close()
         # A fast engine could run the whole turn before the abort comes. Then the client lacks a
         # turn that the engine has, and is rightly refused.
-        wait_session(fleet, session.id, "state", "idle")
+        wait_session(fleet, session.id, "turns_running", 0)
     next_turn(fleet, session)
