@@ -322,11 +322,9 @@ async fn routers_killed(place: Place) -> anyhow::Result<String> {
             slowest = slowest.max(ready_at.elapsed());
         }
     }
-    let is_loaded_quick_run = fleet.place.is_quick && slowest < Duration::from_secs(20);
-    ensure!(
-        slowest < Duration::from_secs(1) || is_loaded_quick_run,
-        "a router took {slowest:?} to list all sessions"
-    );
+    // In CI a machine that stops for a moment must not decide.
+    let listed_max = Duration::from_secs(if fleet.place.is_quick { 20 } else { 1 });
+    ensure!(slowest < listed_max, "a router took {slowest:?} to list all sessions");
     let ms = slowest.as_millis();
     Ok(format!("{rounds} rounds; a new router listed every session {ms} ms after it was ready"))
 }
