@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -345,8 +344,7 @@ async def conversation(harness: AgentHarness, turns: list[dict[str, Any]], names
         runs = able and fits(where, bound)
 
         # Only an agent that never answers may be given up soon.
-        patience = nullcontext() if turn["answer"] is not None else IMPATIENT
-        with patience:
+        with IMPATIENT if turn["answer"] is None else PATIENT:
             stream = await harness.send(request)
         prompt = [] if stream is None else manager.prompt
         if stream is not None:
