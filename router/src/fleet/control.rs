@@ -191,8 +191,8 @@ fn invalid_answer(error: &dyn std::error::Error) -> Status {
 /// Waits for a call for at most [`CALL_TIME_MAX`].
 async fn with_time_limit<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
     match tokio::time::timeout(CALL_TIME_MAX, call).await {
-        // The agent didn't send this: its connection broke, or could not be made. What the library
-        // calls that differs with the moment.
+        // The agent didn't send this status: its connection broke, or could not be made. The gRPC
+        // library gives that different codes, by what it was doing.
         Ok(Err(status)) if std::error::Error::source(&status).is_some() => {
             Err(Status::unavailable(status.message()))
         }
