@@ -86,7 +86,7 @@ pub(crate) struct AgentState {
     pub(crate) draining: AtomicBool,
     /// Whether to open sessions and then give no answer.
     pub(crate) loses_answers: AtomicBool,
-    /// Whether to open sessions and answer never.
+    /// Whether to open sessions and never answer.
     pub(crate) holds_answers: AtomicBool,
     pub(crate) used_tokens: AtomicUsize,
     retentions: Vec<Retention>,
