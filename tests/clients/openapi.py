@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 
 from clients.places import Cluster, Target
-from clients.programs import environment, run
+from clients.programs import HERE, environment, run
 from integration import wire
 
 # Requests for each operation and check; more find nothing new in the time of a run.
@@ -27,7 +27,8 @@ def test_own_routes(cluster: Cluster, target_of: Target, tmp_path: Path) -> None
         # A session's id is no secret here.
         "--request-timeout", "30", "--max-response-time", "30", "--output-sanitize", "false",
     ]
-    status, printed = run("schemathesis", command, tmp_path)
+    hooks = {"SCHEMATHESIS_HOOKS": str(HERE / "inner/session_ids.py")}
+    status, printed = run("schemathesis", command, tmp_path, hooks)
     assert status == 0, f"schemathesis:\n{printed[-6000:]}"
     # What a run of random requests opened must not stay.
     listed = wire.get(f"{target_of.url}/v1/sessions").json()["sessions"]
