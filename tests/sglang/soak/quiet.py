@@ -16,7 +16,7 @@ from soak.engine import side_by_side
 from soak.oracle import Oracle, Turn, Verdict
 from soak.wire import read
 
-PLAIN_SECONDS_MAX = 10
+PLAIN_SECONDS_MAX = 30
 CONTROL_SECONDS_MAX = 30
 # The figures follow the end of the last turn by an engine sample and a report; an abort may take
 # seconds.
