@@ -11,10 +11,11 @@ use hyper::body::Incoming;
 use serde_json::{Value, json};
 use tests::{
     cluster::{
-        Agent, Cluster, ClusterSettings, PATIENCE, agent_config, eventually, own_addr, ready,
+        Agent, Cluster, ClusterSettings, PATIENCE, agent_config, eventually, ready,
         text_turn as turn,
     },
     engine_sim::{Config, EngineSim},
+    loopback::own_addr,
     web::{Answer, Web},
 };
 
@@ -373,7 +374,7 @@ async fn an_engine_that_is_down_is_503_and_its_return_is_noticed() {
 
 #[tokio::test]
 async fn an_agent_starts_before_its_engine() {
-    let free = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let free = tokio::net::TcpListener::bind(own_addr()).await.unwrap();
     let url = format!("http://{}", free.local_addr().unwrap());
     let agent = Agent::start(agent_config(&url, "w0")).unwrap();
     let web = Web::default();

@@ -14,11 +14,10 @@ use std::{
 
 use serde_json::{Value, json};
 use tests::{
-    cluster::{
-        Agent, Router, agent_config, eventually, own_addr, router_config, text_turn as turn,
-    },
+    cluster::{Agent, Router, agent_config, eventually, router_config, text_turn as turn},
     engine_sim::{self, EngineSim},
     keys::{KeyFixture, TestKey, key_text},
+    loopback::own_addr,
     web::Web,
 };
 use tokio::net::{TcpListener, TcpStream};

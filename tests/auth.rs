@@ -430,7 +430,7 @@ async fn a_token_opens_sessions_of_its_owner_and_a_new_key_of_the_issuer_is_foun
 #[tokio::test]
 async fn tokens_wait_for_the_issuer_and_keys_do_not() {
     let keys = KeyFixture::new(&KEYS).unwrap();
-    let nobody = tests::cluster::own_addr();
+    let nobody = tests::loopback::own_addr();
     let cluster = start_with_tokens(&keys, format!("http://{}:9/jwks", nobody.ip())).await;
     let token = Issuer::default().token("alice", "0");
     let answer = cluster

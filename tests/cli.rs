@@ -8,9 +8,10 @@ use axum::{Json, Router, extract::Query, http::StatusCode, routing::get};
 use serde_json::{Value, json};
 use tests::{
     berth::BerthCommand,
-    cluster::{Cluster, eventually, own_addr, text_turn},
+    cluster::{Cluster, eventually, text_turn},
     engine_sim::kv::KvEventsConfig,
     keys::KeyFixture,
+    loopback::own_addr,
 };
 
 fn berth(flags: &[String]) -> BerthCommand {
@@ -255,7 +256,9 @@ async fn turns_are_read_in_pages_and_followed_without_a_gap() {
 
 #[tokio::test]
 async fn a_watch_prints_again_and_outlives_a_router_s_restart() {
-    let mut cluster = Cluster::start(1, |_| {}).await.unwrap();
+    let listen = |config: &mut router::config::Config| config.listen.data_addr = own_addr();
+    let mut cluster =
+        Cluster::start(1, |settings| settings.router.iter_mut().for_each(listen)).await.unwrap();
     let router = cluster.routers.remove(0);
     let data = router.data;
     let berth = berth(&[format!("--router={}", router.url(""))]);

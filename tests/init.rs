@@ -16,8 +16,9 @@ use clap::Parser as _;
 use serde_json::{Value, json};
 use tests::{
     berth::{BerthCommand, Said},
-    cluster::{Agent, agent_config, own_addr, ready, router_config, text_turn},
+    cluster::{Agent, agent_config, ready, router_config, text_turn},
     engine_sim::{Config, EngineSim, kv::KvEventsConfig},
+    loopback::own_addr,
     web::Web,
 };
 

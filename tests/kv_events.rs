@@ -40,9 +40,9 @@ context = zmq.Context()
 sub = context.socket(zmq.SUB)
 sub.heartbeat_ivl = 50
 sub.subscribe(b'')
-sub.connect(f'tcp://127.0.0.1:{events}')
+sub.connect(events)
 dealer = context.socket(zmq.DEALER)
-dealer.connect(f'tcp://127.0.0.1:{replay}')
+dealer.connect(replay)
 print('ready', flush=True)
 topic, number, payload = sub.recv_multipart()
 dealer.send_multipart([b'', number])
@@ -65,11 +65,14 @@ async fn libzmq_receives_the_events() {
         web.post(&format!("{}{path}", engine.url()), &[], &body).await.expect("an answer").status
     };
     let info = web.get(&format!("{}/server_info", engine.url())).await.expect("an answer").json();
-    let ports = ["endpoint_port_base", "replay_endpoint_port_base"];
-    let ports = ports.map(|key| info["kv_events"][key].to_string());
+    let info = &info["kv_events"];
+    let endpoints = ["endpoint_port_base", "replay_endpoint_port_base"].map(|key| {
+        let host = info["endpoint_host"].as_str().expect("a host");
+        format!("tcp://{host}:{}", info[key])
+    });
     let child = tokio::process::Command::new(python)
         .args(["-c", LIBZMQ])
-        .args(ports)
+        .args(endpoints)
         .stdout(std::process::Stdio::piped())
         .kill_on_drop(true)
         .spawn()

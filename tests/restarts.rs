@@ -9,8 +9,9 @@ use std::{net::SocketAddr, sync::Arc};
 use http::StatusCode;
 use serde_json::{Value, json};
 use tests::{
-    cluster::{Cluster, Router, eventually, own_addr, ready, router_config, text_turn as turn},
+    cluster::{Cluster, Router, eventually, ready, router_config, text_turn as turn},
     engine_sim::{Config, EngineSim},
+    loopback::own_addr,
     process::{AgentPlace, SpawnedAgent},
     shim::SimShim,
     web::{Answer, Web},

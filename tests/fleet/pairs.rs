@@ -88,7 +88,7 @@ async fn start_engines(
         let engine = EngineSim::start_local(config).await?;
         let mut config = agent_config(&engine.url(), &format!("w{number}"));
         // The agents have addresses of their own, unlike the agents of a real host.
-        config.engine.bootstrap_host = "127.0.0.1".to_owned();
+        config.engine.bootstrap_host = engine.addr().ip().to_string();
         let agent = Agent::start(config)?;
         ready(&cluster.web, agent.admin).await;
         cluster.engines.push(engine);

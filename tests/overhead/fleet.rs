@@ -11,11 +11,7 @@ use anyhow::Context as _;
 use prometheus_client::registry::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use service::{reload, tasks::Tasks, tls::client::ClientFiles};
-use tests::{
-    cluster::{own_addr, ready},
-    keys::key_text,
-    web::Web,
-};
+use tests::{cluster::ready, keys::key_text, loopback::own_addr, web::Web};
 
 /// The ports of every fleet; each has an address of its own.
 const ENGINE_PORT: u16 = 30000;

@@ -3,12 +3,7 @@
 //! Agents and routers run the same code as the binaries, on free loopback ports. The methods of
 //! [`Cluster`] panic where a test can't go on: it has no other use for the error.
 
-use std::{
-    net::SocketAddr,
-    path::PathBuf,
-    sync::atomic::{AtomicU16, Ordering},
-    time::Duration,
-};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use axum::body::Body;
 use http::{Method, Response, StatusCode};
@@ -27,6 +22,7 @@ use worker_agent::{
 
 use crate::{
     engine_sim::{self, EngineSim},
+    loopback::own_addr,
     web::{Answer, Headers, Web},
 };
 
@@ -51,15 +47,6 @@ pub struct Agent {
     ended: JoinHandle<Result<(), worker_agent::Error>>,
     /// The state folder, removed with the agent; `None` if the settings name one.
     _state: Option<tempfile::TempDir>,
-}
-
-/// Returns port 0 of a loopback address that no other call in this process returns. No other
-/// process listens there later, except that one in 250 may use the same addresses.
-pub fn own_addr() -> SocketAddr {
-    static NEXT: AtomicU16 = AtomicU16::new(1);
-    let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
-    let net = u8::try_from(1 + std::process::id() % 250).expect("at most 250");
-    SocketAddr::from(([127, net, high, low], 0))
 }
 
 fn scheme(has_tls: bool) -> &'static str {

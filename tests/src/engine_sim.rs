@@ -27,6 +27,7 @@ use self::{
     },
     owner::Owner,
 };
+use crate::loopback::own_addr;
 use clap::{Args as _, FromArgMatches as _};
 use std::{io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 use tokio::net::TcpListener;
@@ -154,9 +155,9 @@ impl EngineSim {
         Ok(EngineSim { addr, app, seen, publishers, tasks, killed })
     }
 
-    /// Serves on a free loopback port.
+    /// Serves on a free port of an own loopback address.
     pub async fn start_local(config: Config) -> io::Result<EngineSim> {
-        EngineSim::start(config, TcpListener::bind("127.0.0.1:0").await?)
+        EngineSim::start(config, TcpListener::bind(own_addr()).await?)
     }
 
     /// Ends as a crash does, then starts again at the same addresses with empty caches.

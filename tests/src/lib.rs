@@ -11,6 +11,7 @@ pub mod demo;
 pub mod engine_sim;
 pub mod fleet;
 pub mod keys;
+pub mod loopback;
 pub mod nvml;
 pub mod process;
 pub mod replay;

@@ -9,7 +9,7 @@ use std::{
 
 use rustix::process::{Pid, Resource, Rlimit, Signal};
 
-use crate::cluster::own_addr;
+use crate::loopback::own_addr;
 
 /// What all agent processes of a test have in common: they serve one engine, at the same addresses,
 /// with the same files.

@@ -12,7 +12,7 @@ use opentelemetry_proto::tonic::{
 };
 use parking_lot::Mutex;
 use prost::Message as _;
-use tests::cluster::eventually;
+use tests::{cluster::eventually, loopback::own_addr};
 use tokio::{net::TcpListener, task::JoinSet};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, async_trait, transport::Server};
@@ -89,7 +89,7 @@ impl TraceService for Seen {
 impl Collector {
     /// Starts a collector on a free port.
     pub(crate) async fn start() -> Self {
-        Self::start_at(SocketAddr::from(([127, 0, 0, 1], 0))).await
+        Self::start_at(own_addr()).await
     }
 
     /// Starts a collector.

@@ -7,8 +7,9 @@ mod collector;
 use serde_json::{Value, json};
 use service::traces::settings::TracesTable;
 use tests::{
-    cluster::{Cluster, ClusterSettings, eventually, ids_turn, own_addr, text_turn},
+    cluster::{Cluster, ClusterSettings, eventually, ids_turn, text_turn},
     engine_sim::kv::KvEventsConfig,
+    loopback::own_addr,
 };
 
 use self::collector::{Collector, SeenSpan};

@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use tests::cluster::own_addr;
+use tests::loopback::own_addr;
 use tokio::{net::UdpSocket, task::JoinHandle};
 
 const TYPE_A: u16 = 1;

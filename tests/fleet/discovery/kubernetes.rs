@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
-use tests::cluster::own_addr;
+use tests::loopback::own_addr;
 use tokio::{
     io::AsyncWriteExt as _,
     process::{Child, Command},

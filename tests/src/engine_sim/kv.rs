@@ -3,6 +3,7 @@
 //! Pure modules compute block hashes, events and their MessagePack encoding; the publisher owns the
 //! sockets. This module makes no caching decision: the radix tree reports its changes.
 
+use crate::loopback::own_addr;
 use serde::Deserialize;
 
 pub(super) mod event;
@@ -53,13 +54,14 @@ impl Default for KvEventsConfig {
 }
 
 impl KvEventsConfig {
-    /// Returns settings with free loopback ports, for events and for replays.
+    /// Returns settings with free ports of an own loopback address, for events and for replays.
     pub fn local() -> KvEventsConfig {
+        let free = own_addr();
         KvEventsConfig {
             publisher: "zmq".to_owned(),
-            endpoint: "tcp://127.0.0.1:0".to_owned(),
+            endpoint: format!("tcp://{free}"),
             bind: Some(true),
-            replay_endpoint: Some("tcp://127.0.0.1:0".to_owned()),
+            replay_endpoint: Some(format!("tcp://{free}")),
             ..KvEventsConfig::default()
         }
     }
