@@ -82,8 +82,9 @@ const LEAVING_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// the sessions are forgotten.
 const LEAVING_TIME_MAX: Duration = Duration::from_secs(600);
 
-/// Number of workers whose counts are allocated at once. Those of a thousand workers then lie on
-/// some tens of pages of memory, instead of on a page each, between the sessions of their agents.
+/// Number of workers whose in-flight counts are allocated at once, side by side. A placement reads
+/// the counts of all workers; allocated one by one, each lies on a page of memory of its own, among
+/// the sessions of its agent.
 const COUNTS_ALLOCATED: usize = 256;
 
 /// The fleet's current state.
@@ -99,7 +100,7 @@ pub struct State {
     silent_sources: BTreeSet<Source>,
     /// Longest time that an agent may take to leave.
     leaving_max: Duration,
-    /// Counts for the next workers.
+    /// In-flight counts, allocated ahead, for the workers that are heard next.
     spare_counts: Vec<Arc<InFlight>>,
 }
 
@@ -305,14 +306,13 @@ impl State {
     /// Takes over the description of an agent that is the one that it should be.
     fn accept(&mut self, agent_index: usize, description: Description) {
         let known_ranks = self.view.agents[agent_index].in_flight.len();
-        for _ in known_ranks..description.ranks.len() {
-            if self.spare_counts.is_empty() {
-                self.spare_counts.resize_with(COUNTS_ALLOCATED, Arc::default);
-            }
-            let counts = self.spare_counts.pop().unwrap_or_default();
-            self.agent_mut(agent_index).in_flight.push(counts);
+        let new_ranks = description.ranks.len().saturating_sub(known_ranks);
+        if self.spare_counts.len() < new_ranks {
+            self.spare_counts.resize_with(new_ranks.max(COUNTS_ALLOCATED), Arc::default);
         }
+        let new_counts = self.spare_counts.split_off(self.spare_counts.len() - new_ranks);
         let agent = self.agent_mut(agent_index);
+        agent.in_flight.extend(new_counts);
         agent.facts = Some(Facts {
             data_authority: data_authority(&agent.control_url, &description),
             // A plain data port beside an encrypted control port is refused: turns fail there.
