@@ -7,7 +7,7 @@ import { createRequire } from "node:module";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
 
-import { ADMIN_KEY, ADMIN_PORT, Fleet, HOST, PATIENCE_MS, until } from "./fleet.js";
+import { ADMIN_KEY, Fleet, HOST, PATIENCE_MS, until } from "./fleet.js";
 
 const from = createRequire(join(process.env.BERTH_NODE_MODULES, "any.js"));
 const { chromium } = from("playwright-core");
@@ -49,7 +49,7 @@ async function open(options = {}) {
 
 /** Sends a request to the admin port with these headers. `fetch` sets its own Host. */
 function statusOf(path, headers) {
-  const options = { host: HOST, port: ADMIN_PORT, path, headers };
+  const options = { host: HOST, port: fleet.admin, path, headers };
   return new Promise((resolve, reject) => {
     const sent = request(options, (answer) => {
       answer.resume();
@@ -271,7 +271,7 @@ test("the key is in no address and no storage, and is gone with the page", async
 });
 
 test("no other page can use the port, and no text becomes a script", async () => {
-  const own = `${HOST}:${ADMIN_PORT}`;
+  const own = `${HOST}:${fleet.admin}`;
   const key = { authorization: `Bearer ${ADMIN_KEY}` };
   const path = "/dashboard/api/workers";
   assert.equal(await statusOf(path, { host: own, ...key }), 200);

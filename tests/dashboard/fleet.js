@@ -4,6 +4,7 @@ import { createHash } from "node:crypto";
 import { spawn } from "node:child_process";
 import { once } from "node:events";
 import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { createServer } from "node:net";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 import { createInterface } from "node:readline";
@@ -23,11 +24,17 @@ export async function until(what, look) {
   throw new Error(`never: ${what}`);
 }
 
-// A loopback address of this process alone. A port of 127.0.0.1 may be taken while its router
+// A loopback address of this process alone: a port of 127.0.0.1 may be taken while the router
 // restarts, by a connection too.
 export const HOST = `127.254.${(process.pid >> 8) % 256}.${process.pid % 256}`;
-export const ADMIN_PORT = 8081;
-const [DATA, ADMIN] = [`${HOST}:8080`, `${HOST}:${ADMIN_PORT}`];
+
+async function freePort() {
+  const server = createServer().listen(0, HOST);
+  await once(server, "listening");
+  const { port } = server.address();
+  server.close();
+  return port;
+}
 
 export class Fleet {
   static async start() {
@@ -43,6 +50,7 @@ export class Fleet {
       }
     }
     fleet.demo.stderr.resume();
+    [fleet.data, fleet.admin] = [await freePort(), await freePort()];
     await fleet.startRouter();
     return fleet;
   }
@@ -54,7 +62,7 @@ export class Fleet {
     const settings = join(this.folder, "router.toml");
     writeFileSync(settings, [
       `workers = ${JSON.stringify(this.agents)}`,
-      "[listen]", `data_addr = "${DATA}"`, `admin_addr = "${ADMIN}"`,
+      "[listen]", `data_addr = "${HOST}:${this.data}"`, `admin_addr = "${HOST}:${this.admin}"`,
       "[auth]", `keys_file = ${JSON.stringify(keys)}`,
       // A machine that stops for a moment moves no session, and makes no report old.
       "[placement]", "rebind_gain_ms_min = 3600000",
@@ -78,12 +86,12 @@ export class Fleet {
     rmSync(this.folder, { recursive: true });
   }
 
-  url = (path) => `http://${ADMIN}${path}`;
+  url = (path) => `http://${HOST}:${this.admin}${path}`;
 
   /** Asks the data port with the admin key. */
   async ask(path, options = {}) {
     const headers = { authorization: `Bearer ${ADMIN_KEY}`, ...options.headers };
-    return fetch(`http://${DATA}${path}`, { ...options, headers });
+    return fetch(`http://${HOST}:${this.data}${path}`, { ...options, headers });
   }
 
   /** Runs a turn of a session with some words. `parent` is the session that started it. */
