@@ -256,9 +256,13 @@ async fn turns_are_read_in_pages_and_followed_without_a_gap() {
 
 #[tokio::test]
 async fn a_watch_prints_again_and_outlives_a_router_s_restart() {
-    let listen = |config: &mut router::config::Config| config.listen.data_addr = own_addr();
-    let mut cluster =
-        Cluster::start(1, |settings| settings.router.iter_mut().for_each(listen)).await.unwrap();
+    let mut cluster = Cluster::start(1, |settings| {
+        if let Some(router) = &mut settings.router {
+            router.listen.data_addr = own_addr();
+        }
+    })
+    .await
+    .unwrap();
     let router = cluster.routers.remove(0);
     let data = router.data;
     let berth = berth(&[format!("--router={}", router.url(""))]);

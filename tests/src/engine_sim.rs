@@ -155,7 +155,7 @@ impl EngineSim {
         Ok(EngineSim { addr, app, seen, publishers, tasks, killed })
     }
 
-    /// Serves on a free port of an own loopback address.
+    /// Serves on a free port of a loopback address of its own.
     pub async fn start_local(config: Config) -> io::Result<EngineSim> {
         EngineSim::start(config, TcpListener::bind(own_addr()).await?)
     }

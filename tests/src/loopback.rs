@@ -6,8 +6,8 @@ use std::{
 };
 
 /// Returns port 0 of a loopback address that no other call in this process returns. No other
-/// process listens there later, except that one in 250 may use the same addresses. A port of
-/// 127.0.0.1 may be taken at any time, by a connection too: the system chooses their ports there.
+/// process listens there later, except that one in 250 may use the same addresses. On
+/// 127.0.0.1, a free port may be taken at any time: the system gives them to connections too.
 #[must_use]
 pub fn own_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(1);

@@ -54,7 +54,7 @@ impl Default for KvEventsConfig {
 }
 
 impl KvEventsConfig {
-    /// Returns settings with free ports of an own loopback address, for events and for replays.
+    /// Returns settings for free ports of a loopback address of their own.
     pub fn local() -> KvEventsConfig {
         let free = own_addr();
         KvEventsConfig {
