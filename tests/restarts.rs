@@ -20,10 +20,14 @@ use tests::{
 const AGENT: &str = env!("CARGO_BIN_EXE_agent-process");
 
 async fn start_engine(addr: SocketAddr) -> EngineSim {
-    let listener =
-        eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
     let mut config = Config::default();
     config.core.session_radix_cache = true;
+    start_engine_with(config, addr).await
+}
+
+async fn start_engine_with(config: Config, addr: SocketAddr) -> EngineSim {
+    let listener =
+        eventually("the port", || async { tokio::net::TcpListener::bind(addr).await.ok() }).await;
     EngineSim::start(config, listener).unwrap()
 }
 
@@ -122,7 +126,11 @@ struct Upgrade {
 
 impl Upgrade {
     async fn new() -> Self {
-        let (web, engine) = (Web::default(), Arc::new(start_engine(own_addr()).await));
+        Self::with(start_engine(own_addr()).await)
+    }
+
+    fn with(engine: EngineSim) -> Self {
+        let (web, engine) = (Web::default(), Arc::new(engine));
         let place = AgentPlace::new(AGENT, &engine.url()).unwrap();
         let shim = SimShim::start(Arc::clone(&engine), place.shim_socket());
         Self { web, engine, place, _shim: shim }
@@ -172,6 +180,29 @@ async fn a_planned_restart_keeps_pinned_sessions_and_their_kv() {
     assert_eq!(upgrade.turn(&closing, " dog").await.status, StatusCode::OK);
     nothing_held(&upgrade.engine).await;
     drop(agent);
+}
+
+#[tokio::test]
+async fn a_planned_restart_keeps_more_sessions_than_one_frame_of_the_shim_has() {
+    // A frame of the shim has at most 512 sessions.
+    const SESSIONS: usize = 700;
+    let mut config = Config::default();
+    config.core.max_running_requests = 1024;
+    config.core.max_total_tokens = 64 * 1024;
+    let upgrade = Upgrade::with(start_engine_with(config, own_addr()).await);
+    let agent = upgrade.start().await;
+    for number in 0..SESSIONS {
+        let first = upgrade.turn(&pinned(&format!("s{number}")), "abc").await;
+        assert_eq!(first.status, StatusCode::OK, "{number}: {}", first.text());
+    }
+    assert!(agent.terminate().unwrap().success());
+    let _agent = upgrade.start().await;
+    for number in 0..SESSIONS {
+        let second = upgrade.turn(&delta(&format!("s{number}")), "de").await;
+        assert_eq!(second.status, StatusCode::OK, "{number}: {}", second.text());
+    }
+    let taken_up = r#"berth_agent_session_events_total{event="taken_over"}"#;
+    assert_eq!(metric(&upgrade.web, &upgrade.place, taken_up).await, Some(SESSIONS as f64));
 }
 
 #[tokio::test]

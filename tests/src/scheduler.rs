@@ -136,8 +136,8 @@ fn update(pool: PoolTokens) -> Vec<u8> {
     let has_old_kv = false;
     let facts =
         (total, available, evictable, protected, held, 0, 8, 8, 0, 0, 0, 0, 0, 0, 0, has_old_kv);
-    let (seq, is_full_table, empty) = (0, true, [0; 0]);
-    frame(&("Update", seq, facts, is_full_table, empty, empty, empty))
+    let (seq, begins_table, ends_table, empty) = (0, true, true, [0; 0]);
+    frame(&("Update", seq, facts, begins_table, ends_table, empty, empty, empty))
 }
 
 /// Encodes a message of the shim as a frame.

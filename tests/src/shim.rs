@@ -1,19 +1,29 @@
 //! The shim of a simulated engine: reports the simulator's sessions to the agent.
 //!
 //! It speaks the shim's protocol on the agent's socket, and connects again like the real one. Each
-//! report is a full table. It can't audit pages, and demotes sessions only if told to.
+//! report is a full table, cut into frames as the real shim cuts it. It can't audit pages, and
+//! demotes sessions only if told to.
 
-use std::{io, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::VecDeque, io, path::PathBuf, sync::Arc, time::Duration};
 
 use serde::Serialize;
+use serde_json::{Value, json};
 use service::tasks::Tasks;
 use tokio::net::UnixStream;
 use worker_agent::shim::codec::VERSION;
 
-use crate::engine_sim::{EngineSim, core::PoolFacts};
+use crate::engine_sim::{
+    EngineSim,
+    core::{PoolFacts, SessionFacts},
+};
 
 /// The pause between two reports, and between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(20);
+/// The most sessions in a frame.
+const FRAME_SESSIONS_MAX: usize = 512;
+/// The most requests that are carried out between two reports: each has an answer, and a frame has
+/// at most 256 of them.
+const REQUESTS_MAX: usize = 128;
 
 /// A running shim of rank 0. Ends when it is dropped.
 #[derive(Debug)]
@@ -62,10 +72,13 @@ async fn serve(engine: &EngineSim, socket: &PathBuf, demotes: bool) -> io::Resul
     let mut facts = engine.pool(0).await.ok_or_else(gone)?;
     send(&stream, &hello(&facts, demotes)).await?;
     let (mut piece, mut commands) = (vec![0; 4096], vec![]);
-    let mut events = vec![];
-    for seq in 0.. {
-        send(&stream, &update(seq, &facts, engine.weight_changes(), &events)).await?;
-        events.clear();
+    let (mut events, mut requests) = (vec![], VecDeque::new());
+    let mut seq = 0;
+    loop {
+        let weight_changes = engine.weight_changes();
+        for frame in updates(&mut seq, &facts, weight_changes, &std::mem::take(&mut events)) {
+            send(&stream, &frame).await?;
+        }
         tokio::select! {
             ready = stream.readable() => {
                 ready?;
@@ -76,18 +89,24 @@ async fn serve(engine: &EngineSim, socket: &PathBuf, demotes: bool) -> io::Resul
                     Err(error) => return Err(error),
                 }
             }
-            () = tokio::time::sleep(PAUSE) => {}
+            () = tokio::time::sleep(if requests.is_empty() { PAUSE } else { Duration::ZERO }) => {}
         }
         // Any other command asks for a report, and the next one comes at once.
-        while let Some(command) = take_command(&mut commands) {
-            if let Some(id) = session_to_demote(&command) {
-                let is_demoted = engine.demote(0, &id).await.ok_or_else(gone)?;
-                events.push(("Demoted", id, (!is_demoted).then_some("busy")));
-            }
-        }
+        let read = std::iter::from_fn(|| take_command(&mut commands));
+        requests.extend(read.filter_map(|command| read_request(&command)));
         facts = engine.pool(0).await.ok_or_else(gone)?;
+        for (name, number, id) in requests.drain(..requests.len().min(REQUESTS_MAX)) {
+            events.push(if name == "Demote" {
+                let is_demoted = engine.demote(0, &id).await.ok_or_else(gone)?;
+                facts = engine.pool(0).await.ok_or_else(gone)?;
+                let refusal = (!is_demoted).then_some("busy");
+                json!(["Demoted", number, id, refusal])
+            } else {
+                let found = facts.session(&id).map(session_facts);
+                json!(["Inspected", number, found])
+            });
+        }
     }
-    Ok(())
 }
 
 /// Takes the next complete command from what was read, without its length and version.
@@ -97,10 +116,9 @@ fn take_command(read: &mut Vec<u8>) -> Option<Vec<u8>> {
     (read.len() >= end).then(|| read.drain(..end).skip(5).collect())
 }
 
-/// Returns the session that a command asks to demote.
-fn session_to_demote(command: &[u8]) -> Option<String> {
-    let (name, session): (String, String) = rmp_serde::from_slice(command).ok()?;
-    (name == "Demote").then_some(session)
+/// Returns the name, the number and the session of a command that is a request about a session.
+fn read_request(command: &[u8]) -> Option<(String, u64, String)> {
+    rmp_serde::from_slice(command).ok()
 }
 
 async fn send(stream: &UnixStream, mut frame: &[u8]) -> io::Result<()> {
@@ -141,11 +159,13 @@ fn hello(facts: &PoolFacts, demotes: bool) -> Vec<u8> {
     ))
 }
 
-/// An event of a session: its name, the session's id, and why the shim refused.
-type DemotedEvent = (&'static str, String, Option<&'static str>);
-
-/// Returns an update with a full table of the sessions.
-fn update(seq: u64, facts: &PoolFacts, weight_changes: u64, events: &[DemotedEvent]) -> Vec<u8> {
+/// Returns updates with a full table of the sessions, with the next numbers.
+fn updates(
+    seq: &mut u64,
+    facts: &PoolFacts,
+    weight_changes: u64,
+    events: &[Value],
+) -> Vec<Vec<u8>> {
     let figures = (
         facts.total,
         facts.available,
@@ -165,24 +185,39 @@ fn update(seq: u64, facts: &PoolFacts, weight_changes: u64, events: &[DemotedEve
         false,
     );
     let streaming = facts.sessions.iter().filter(|session| session.streaming);
-    let sessions: Vec<_> = streaming
-        .map(|session| {
-            let holds_row = session.row.is_some();
-            let held = |tokens| if holds_row { tokens } else { 0 };
-            (
-                &session.id,
-                holds_row,
-                session.inflight,
-                session.closing,
-                held(session.alloc_tokens),
-                held(session.committed_tokens),
-                held(session.protected_tokens),
-                session.history_tokens,
-            )
-        })
-        .collect();
-    let (is_full_table, empty) = (true, [0; 0]);
-    frame(&("Update", seq, figures, is_full_table, events, empty, sessions))
+    let sessions: Vec<_> = streaming.map(session_facts).collect();
+    let mut parts: Vec<&[SessionTuple<'_>]> = sessions.chunks(FRAME_SESSIONS_MAX).collect();
+    if parts.is_empty() {
+        parts.push(&[]);
+    }
+    let last = parts.len() - 1;
+    let mut frames = vec![];
+    for (index, part) in parts.into_iter().enumerate() {
+        let (begins_table, ends_table, gone) = (index == 0, index == last, [0; 0]);
+        let (events, number) = (if begins_table { events } else { &[] }, *seq);
+        let update = ("Update", number, figures, begins_table, ends_table, events, gone, part);
+        frames.push(frame(&update));
+        *seq += 1;
+    }
+    frames
+}
+
+/// The facts of a session, in the order of the protocol.
+type SessionTuple<'a> = (&'a String, bool, bool, bool, usize, usize, usize, usize);
+
+fn session_facts(session: &SessionFacts) -> SessionTuple<'_> {
+    let holds_row = session.row.is_some();
+    let held = |tokens| if holds_row { tokens } else { 0 };
+    (
+        &session.id,
+        holds_row,
+        session.inflight,
+        session.closing,
+        held(session.alloc_tokens),
+        held(session.committed_tokens),
+        held(session.protected_tokens),
+        session.history_tokens,
+    )
 }
 
 /// Encodes a message of the shim as a frame.

@@ -16,6 +16,7 @@ mod journal;
 mod plan;
 mod shares;
 mod shell;
+mod shim;
 mod trace;
 mod trimmer;
 mod turns;

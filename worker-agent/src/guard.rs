@@ -60,6 +60,12 @@ pub enum Guard {
     /// Nothing is appended after a retracted turn, which the engine took out of its batch and put
     /// back, until the history is verified.
     RetractionSuspect,
+    /// A doubt, or a demotion, is settled only by the shim's answer to the request about it.
+    AnswerMatched,
+    /// Few requests are with a shim at a time.
+    RequestsPaced,
+    /// A foreign session is forgotten only if a complete session table lacks it.
+    TableComplete,
     /// A session's history becomes uncertain if the engine counts another prompt than the history
     /// plus what the turn sent.
     HistoryChecked,
@@ -118,7 +124,7 @@ pub enum Guard {
 
 impl Guard {
     /// All guards.
-    pub const ALL: [Self; 41] = [
+    pub const ALL: [Self; 44] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -135,6 +141,9 @@ impl Guard {
         Self::LostEndSuspect,
         Self::UnheardSuspect,
         Self::RetractionSuspect,
+        Self::AnswerMatched,
+        Self::RequestsPaced,
+        Self::TableComplete,
         Self::HistoryChecked,
         Self::PlanReported,
         Self::ClientAheadRefused,

@@ -485,6 +485,7 @@ mod tests {
             stuck_after: Duration::MAX,
             auto_pin: false,
             answer_tokens_min: 0,
+            shim_requests_max: 1,
             shares: ShareSettings {
                 sessions_max: 1,
                 principal_sessions_max: 1,

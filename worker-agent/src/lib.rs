@@ -436,6 +436,7 @@ fn start_agent(
         stuck_after: config::ABORT_WAIT_MAX * 2,
         auto_pin: config.sessions.auto_pin,
         answer_tokens_min: session::ANSWER_TOKENS_MIN,
+        shim_requests_max: session::SHIM_REQUESTS_MAX,
         shares: ShareSettings {
             sessions_max: config.limits.sessions_max,
             principal_sessions_max: config.limits.principal_sessions_max,

@@ -48,13 +48,13 @@ use tracing::{debug, info, warn};
 use self::{
     audit_desk::AuditDesk,
     drain::{Drain, DrainStep},
-    engine_calls::EngineCalls,
+    engine_calls::{EngineCalls, Inspection},
     engine_control::EngineControl,
     engine_state::EngineState,
     handle::{OwnerMessage, TurnEnd, new_turn_rid},
     reporter::Reporter,
     session_calls::PendingDemotions,
-    shims::{Shims, record_sessions},
+    shims::{Shims, record_inspection, record_sessions},
     trim::TrimmerLink,
     volatile_prefix::PrefixWarnings,
     waiters::{Waiter, Waiters},
@@ -141,11 +141,13 @@ impl Owner {
                 // Ends of turns come before requests. A client may send its next turn as soon as
                 // it has its answer, and the session must be free by then.
                 Some(end) = inbox.turn_ends.recv() => self.handle_turn_end(&end),
+                // The shim's answers have deadlines, and the shim sends a few events per step of
+                // the scheduler. Clients could keep the mailbox full for as long as they like.
+                Some(event) = inbox.shim_events.recv() => self.handle_shim_event(event),
                 message = inbox.messages.recv() => match message {
                     Some(message) => self.handle_message(message),
                     None => return,
                 },
-                Some(event) = inbox.shim_events.recv() => self.handle_shim_event(event),
                 Ok(()) = inbox.gpus.changed() => self.reporter.mark_stale(),
                 () = tokio::time::sleep_until(deadline.into()) => {}
                 () = token.cancelled() => return,
@@ -181,7 +183,7 @@ impl Owner {
         self.audit_desk.run_deadlines(now);
         self.publish_weights();
         self.carry_out_effects();
-        let turns_running = self.table.rids_inside().count();
+        let turns_running = self.table.turns_inside();
         let pending = match self.drain.ending() {
             Some(Ending::HandOver) => self.table.unsettled_count(),
             Some(Ending::Close) | None => self.table.pending_count(),
@@ -263,9 +265,6 @@ impl Owner {
                 if self.table.admit(now(), &rid, need) {
                     self.waiters.add(rid, Waiter::Turn(reply));
                 }
-            }
-            OwnerMessage::RequestShimTable { dp_rank } => {
-                self.shims.request_table(&mut self.table, dp_rank);
             }
             OwnerMessage::Abandon(rid) => self.table.abandon_turn(now(), &rid),
             OwnerMessage::Open { key, retention, idle_max, requested_dp_rank, reply } => {
@@ -389,8 +388,12 @@ impl Owner {
             ShimEvent::Closed { dp_rank, id } => {
                 self.table.handle_session_gone(now(), dp_rank, &id);
             }
-            ShimEvent::Demoted { dp_rank, id, refusal } => {
-                self.shims.handle_demote_result(&mut self.table, dp_rank, id, refusal.as_deref());
+            ShimEvent::Demoted { dp_rank, number, id, refusal } => {
+                let request = (dp_rank, number);
+                self.shims.handle_demotion(&mut self.table, request, id, refusal.as_deref());
+            }
+            ShimEvent::Inspected { dp_rank, number, session } => {
+                record_inspection(&mut self.table, dp_rank, number, session);
             }
             ShimEvent::Audited { dp_rank, reply } => {
                 self.audit_desk.handle_answer(&mut self.table, dp_rank, &reply);
@@ -402,10 +405,12 @@ impl Owner {
                 self.shims.remove(dp_rank);
                 self.table.handle_shim_down(now(), dp_rank);
             }
-            ShimEvent::Committed { id, history_tokens, is_retracted, .. } => {
-                self.table.handle_commit(&id, history_tokens.into(), is_retracted);
+            ShimEvent::Committed { id, rid, history_tokens, is_retracted, .. } => {
+                // In the engine, turns of the Responses API have ids with a prefix.
+                let rid = rid.strip_prefix("resp_").unwrap_or(&rid);
+                self.table.handle_commit(rid, &id, history_tokens.into(), is_retracted);
             }
-            // The session table that follows these events shows their result.
+            // The agent asks where it must know what they led to.
             ShimEvent::Opened { .. } | ShimEvent::Aborted { .. } => {}
         }
     }
@@ -446,11 +451,12 @@ impl Owner {
                     let all_shims_connected = rank_count == Some(self.shims.count());
                     self.engine_calls.close(close_request, all_shims_connected);
                 }
-                Effect::RequestShimTable { dp_rank, rid } => {
-                    self.engine_calls.request_shim_table(dp_rank, rid);
+                Effect::Inspect { dp_rank, number, incarnation, rid, is_repeat } => {
+                    let inspection = Inspection { dp_rank, number, incarnation, rid, is_repeat };
+                    self.engine_calls.inspect(self.shims.handle(), inspection);
                 }
-                Effect::Demote { dp_rank, incarnation } => {
-                    self.shims.demote(&mut self.table, dp_rank, &incarnation);
+                Effect::Demote { dp_rank, number, incarnation } => {
+                    self.shims.demote(dp_rank, number, incarnation);
                 }
                 Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                     self.trimmer.answer_question(question, incarnation.as_deref(), tokens_max);

@@ -36,19 +36,23 @@ pub use self::{
     prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
     state::Session,
     table::{
-        EngineLoad, Legacy, PrincipalView, SessionReport, ShareFigures, Table, TrimOutcome,
-        TrimPlan, WeightsReport,
+        EngineLoad, Legacy, PrincipalView, SessionReport, ShareFigures, Table, TablePart,
+        TrimOutcome, TrimPlan, WeightsReport,
     },
     turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
 };
 use self::{journal::Record, state::EngineHistory};
-use crate::guard::Guards;
+use crate::guard::{Guard, Guards};
 
 /// The least tokens that the agent reserves for an answer in a session that it pinned on its own,
 /// unless the answer's limit is lower. Most answers of coding agents are shorter. A longer answer
 /// grows into the part of the pool that the pin budget leaves free, and is counted when the turn
 /// has ended.
 pub const ANSWER_TOKENS_MIN: u64 = 2048;
+
+/// The most requests about sessions that are with one rank's shim at a time. The shim carries out
+/// about this many in one step of an idle engine, and keeps thousands in its queue.
+pub const SHIM_REQUESTS_MAX: usize = 256;
 
 /// The capacity of one rank.
 #[derive(Debug, Clone, Copy)]
@@ -108,10 +112,20 @@ pub struct TableSettings {
     /// The least tokens reserved for an answer in a session that the agent pinned on its own; see
     /// [`ANSWER_TOKENS_MIN`].
     pub answer_tokens_min: u64,
+    /// The most requests about sessions that are with one rank's shim at a time; see
+    /// [`SHIM_REQUESTS_MAX`].
+    pub shim_requests_max: usize,
     /// What one client may have of what all need.
     pub shares: ShareSettings,
     /// The guards (protective rules) that are on. Only simulations switch any off.
     pub guards: Guards,
+}
+
+impl TableSettings {
+    /// Returns the most requests that the table has with one shim at a time.
+    fn shim_requests_max(&self) -> usize {
+        if self.guards.is_on(Guard::RequestsPaced) { self.shim_requests_max } else { usize::MAX }
+    }
 }
 
 /// Bounds on what one principal (the client that a router has authenticated) may have.
@@ -159,20 +173,27 @@ pub enum Effect {
     Close(CloseRequest),
     /// Writes a record to the journal before the next effect is carried out.
     Journal(Record),
-    /// Aborts the turn `rid`, if any, then requests the shim's full session table. The owner calls
-    /// [`Table::mark_table_requested`] at the request and [`Table::handle_session_report`] with the
-    /// answer.
-    RequestShimTable {
-        /// The rank that holds the suspect session.
+    /// Aborts the turn `rid`, if any, then asks the shim for the history of a suspect session. The
+    /// owner reports the answer with [`Table::handle_inspection`].
+    Inspect {
+        /// The rank that holds the session.
         dp_rank: u32,
+        /// The number of the request, which its answer repeats.
+        number: u64,
+        /// The incarnation id.
+        incarnation: String,
         /// Id of a turn that may still be inside the engine.
         rid: Option<String>,
+        /// Whether the last answer came too early, so that a pause must come first.
+        is_repeat: bool,
     },
     /// Asks the shim to give a session's KV to the radix tree. The owner reports the result with
-    /// [`Table::handle_demote_result`].
+    /// [`Table::handle_demotion`].
     Demote {
         /// The rank that holds the session.
         dp_rank: u32,
+        /// The number of the request, which its answer repeats.
+        number: u64,
         /// The incarnation id.
         incarnation: String,
     },
@@ -225,10 +246,9 @@ pub enum SessionEvent {
     Reclaimed,
     /// The session was closed at the engine because its history there was uncertain.
     Doubted,
-    /// The shim's session table confirmed the history of a suspect session.
+    /// The shim confirmed the history of a suspect session.
     Verified,
-    /// The agent restarted, and the shim's session table confirmed what the last agent process
-    /// handed over.
+    /// The agent restarted, and the shim confirmed what the last agent process handed over.
     TakenOver,
     /// The agent restarted, and what the last agent process handed over was not confirmed.
     NotTakenOver,

@@ -192,8 +192,11 @@ pub struct SessionChanges {
     /// The DP rank.
     pub dp_rank: u32,
     /// Whether these changes begin a full table, which voids all earlier facts. A large table
-    /// continues in the next messages. A session that the table doesn't list is closed.
-    pub is_full_table: bool,
+    /// continues in the next messages.
+    pub begins_table: bool,
+    /// Whether a full table ends with these changes. The engine doesn't have a session that was not
+    /// listed since the table's beginning.
+    pub ends_table: bool,
     /// Sessions with new facts.
     pub changed: Vec<SessionFacts>,
     /// Ids of sessions that the engine no longer has.
@@ -255,11 +258,22 @@ pub enum ShimEvent {
     Demoted {
         /// The DP rank.
         dp_rank: u32,
+        /// The number of the request.
+        number: u64,
         /// The session's id.
         id: String,
         /// Why the session was not demoted; `None` if it was. The reasons `busy` and `in_flight`
         /// are temporary. The shim's `demotion.py` lists all reasons.
         refusal: Option<String>,
+    },
+    /// The answer to [`ShimHandle::inspect`].
+    Inspected {
+        /// The DP rank.
+        dp_rank: u32,
+        /// The number of the request.
+        number: u64,
+        /// The session as it was after the request had come; `None` if the engine doesn't have it.
+        session: Option<SessionFacts>,
     },
     /// The answer to [`ShimHandle::audit`].
     Audited {
@@ -318,18 +332,29 @@ pub struct ShimHandle {
 impl ShimHandle {
     /// Requests that the engine demotes an idle session: it moves the session's KV into the radix
     /// tree. Then the session's row is free and its KV evictable. The session keeps its history.
-    /// The answer is [`ShimEvent::Demoted`] or [`ShimEvent::Down`].
+    /// The answer is [`ShimEvent::Demoted`] with the same number, or [`ShimEvent::Down`]. Waits for
+    /// room in the queue of commands.
     ///
     /// # Errors
-    /// When no working shim of this rank is connected, or its command queue is full.
-    pub fn demote(&self, dp_rank: u32, session: &str) -> Result<(), Error> {
-        self.connections.send_command(dp_rank, &ShimCommand::Demote { session: session.to_owned() })
+    /// When no working shim of this rank is connected.
+    pub async fn demote(&self, dp_rank: u32, number: u64, session: String) -> Result<(), Error> {
+        self.connections.queue_command(dp_rank, &ShimCommand::Demote { number, session }).await
+    }
+
+    /// Requests the facts of one session, as they are once the engine has handled all requests that
+    /// it got before this one. The answer is [`ShimEvent::Inspected`] with the same number, or
+    /// [`ShimEvent::Down`]. Waits for room in the queue of commands.
+    ///
+    /// # Errors
+    /// As for [`Self::demote`].
+    pub async fn inspect(&self, dp_rank: u32, number: u64, session: String) -> Result<(), Error> {
+        self.connections.queue_command(dp_rank, &ShimCommand::Inspect { number, session }).await
     }
 
     /// Requests the current facts and the full session table.
     ///
     /// # Errors
-    /// As for [`Self::demote`].
+    /// When no working shim of this rank is connected, or its command queue is full.
     pub fn sample_now(&self, dp_rank: u32) -> Result<(), Error> {
         self.connections.send_command(dp_rank, &ShimCommand::SampleNow)
     }
@@ -338,7 +363,7 @@ impl ShimHandle {
     /// [`ShimEvent::Audited`] with the same number, or [`ShimEvent::Down`].
     ///
     /// # Errors
-    /// As for [`Self::demote`].
+    /// As for [`Self::sample_now`].
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
         self.connections.send_command(dp_rank, &ShimCommand::Audit { number })
     }
@@ -348,7 +373,7 @@ impl ShimHandle {
     /// engine's KV event stream, not as reports of the shim.
     ///
     /// # Errors
-    /// As for [`Self::demote`], and when the engine's tree can't be published again.
+    /// As for [`Self::sample_now`], and when the engine's tree can't be published again.
     pub fn republish(&self, dp_rank: u32) -> Result<(), Error> {
         if let Some(reason) =
             self.connections.peer_info(dp_rank).and_then(|peer| peer.unpublishable_reason)

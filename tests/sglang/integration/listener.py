@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 # Messages come at once, or after some seconds on a loaded machine.
 REPORTED_SECONDS_MAX = 60
 HELLO_NAMES = (
@@ -27,7 +27,7 @@ HEAD_NAMES = (
     "total available evictable protected held uncached rows_total rows_free running waiting "
     "events_lost recounts samples samples_ns weight_changes has_old_kv"
 ).split()
-EVENTS = ("Opened", "Closed", "Committed", "Aborted", "Demoted")
+EVENTS = ("Opened", "Closed", "Committed", "Aborted")
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,15 @@ class ShimState:
     hello: SimpleNamespace | None = None
     head: SimpleNamespace | None = None
     heads: list[SimpleNamespace] = field(default_factory=list)
+    updates: int = 0
     sessions: dict[str, Session] = field(default_factory=dict)
     # The kind, the session and the values of each event, oldest first.
     events: list[tuple] = field(default_factory=list)
+    # The number of complete tables.
     full_tables: int = 0
+    # The answers to requests, by the number of the request: the session's refusal, which is empty
+    # if it was demoted, or its state, which is None if the engine doesn't have it.
+    answers: dict[int, Any] = field(default_factory=dict)
     # The audit reports, by the number of the request for them.
     audits: dict[int, SimpleNamespace] = field(default_factory=dict)
     ended: bool = False
@@ -75,6 +80,7 @@ class Listener:
         self._listening.listen(4)
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
+        self._requests = 0
         self.state = ShimState()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -139,8 +145,19 @@ class Listener:
 
     def demote(self, id: str) -> str:
         """Asks the shim to demote the session. Returns its refusal, which is empty if it did."""
-        self._command("Demote", id)
-        return self.event("demoted", id)[0]
+        return self._request("Demote", id)
+
+    def inspect(self, id: str) -> Session | None:
+        """Asks the shim for the session's state. Returns None if the engine doesn't have it."""
+        return self._request("Inspect", id)
+
+    def _request(self, kind: str, id: str) -> Any:
+        """Sends a request about a session, and returns its answer."""
+        self._requests += 1
+        number = self._requests
+        self._command(kind, number, id)
+        self.wait(f"an answer to {kind} of {id}", lambda state: number in state.answers)
+        return self.state.answers[number]
 
     def audit(self) -> SimpleNamespace:
         """Asks the shim for an audit of the pages. Returns its refusal, names and report."""
@@ -213,22 +230,36 @@ def _named(names: list[str], fields: list[Any]) -> SimpleNamespace:
 
 
 def _update(
-    state: ShimState, seq: int, facts: list, is_full: bool, events: list, gone: list, sessions: list
+    state: ShimState, seq: int, facts: list | None, begins_table: bool, ends_table: bool,
+    events: list, gone: list, sessions: list,
 ) -> None:
-    head = _named([*HEAD_NAMES, "seq", "full"], [*facts, seq, is_full])
-    expected = state.head.seq + 1 if state.head else 0
-    assert head.seq == expected, f"update {head.seq} of the shim came where {expected} was due"
-    pool = head.available + head.evictable + head.protected + head.held + head.uncached
-    assert pool == head.total, f"the pool's parts don't sum to it: {head}"
+    assert seq == state.updates, f"update {seq} of the shim came where {state.updates} was due"
+    state.updates += 1
     for name, *values in events:
-        assert name in EVENTS, f"the shim sends the event {name}"
-        state.events.append((name.lower(), *("" if value is None else value for value in values)))
-    if head.full:
-        state.full_tables += 1
+        _event(state, name, values)
+    if begins_table:
         state.sessions.clear()
     for id in gone:
         state.sessions.pop(id, None)
     for id, *values in sessions:
         state.sessions[id] = Session(*values)
-    state.head = head
-    state.heads.append(head)
+    state.full_tables += ends_table
+    # Without figures, the shim has not read all sessions of a full table.
+    if facts is not None:
+        head = _named([*HEAD_NAMES, "seq", "full"], [*facts, seq, begins_table])
+        pool = head.available + head.evictable + head.protected + head.held + head.uncached
+        assert pool == head.total, f"the pool's parts don't sum to it: {head}"
+        state.head = head
+        state.heads.append(head)
+
+
+def _event(state: ShimState, name: str, values: list) -> None:
+    if name == "Demoted":
+        number, _id, refusal = values
+        state.answers[number] = refusal or ""
+    elif name == "Inspected":
+        number, session = values
+        state.answers[number] = session and Session(*session[1:])
+    else:
+        assert name in EVENTS, f"the shim sends the event {name}"
+        state.events.append((name.lower(), *("" if value is None else value for value in values)))

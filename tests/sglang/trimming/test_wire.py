@@ -25,14 +25,18 @@ MESSAGES = {
     "update": wire.Update(
         seq=1,
         facts=wire.RankFacts(*range(2, 17), True),
-        is_full_table=True,
+        begins_table=True,
+        ends_table=False,
         events=[
             wire.Opened("a", False), wire.Closed("b"), wire.Committed("c", "rid-1", 60, True),
-            wire.Aborted("d", True), wire.Demoted("e", "busy"), wire.Demoted("f", None),
+            wire.Aborted("d", True), wire.Demoted(1 << 40, "e", "busy"),
+            wire.Demoted(8, "f", None), wire.Inspected(9, None),
+            wire.Inspected(1 << 40, wire.SessionFacts("g", True, True, False, 3, 2, 1, 4)),
         ],
         gone_ids=["gone-é"],
         sessions=[wire.SessionFacts("s", True, False, True, 59, 58, 32, 60)],
     ),
+    "update-without-facts": wire.Update(2, None, False, True, [], [], []),
     "audited": wire.Audited(1 << 40, (1, 1000), None, ["a", "é"], bytes(range(5))),
     "refused": wire.Audited(2, (0, 0), "no", [], b""),
     "trimmer": wire.Trimmer(7, INSTANCE, "0.5.23", "0.1.0", None),
@@ -43,7 +47,8 @@ MESSAGES = {
     "planned-refused": _planned("refused", 1 << 40),
 }
 COMMANDS = {
-    "demote": wire.Demote("sé-1"),
+    "demote": wire.Demote(1 << 40, "sé-1"),
+    "inspect": wire.Inspect(7, "sé-1"),
     "sample-now": wire.SampleNow(),
     "audit": wire.Audit(1 << 40),
     "republish": wire.Republish(),
@@ -77,7 +82,7 @@ class TestFrames(unittest.TestCase):
     def test_texts_are_cut_between_characters_and_made_valid(self) -> None:
         cut = wire.Committed("é" * 300, "x" + "é" * 300, 1, False)
         self.assertEqual((cut.id, cut.rid), ("é" * 256, "x" + "é" * 255))
-        self.assertEqual(wire.Demoted("a\ud800", None).id, "a?")
+        self.assertEqual(wire.Demoted(1, "a\ud800", None).id, "a?")
         hello = msgspec.structs.replace(MESSAGES["hello"], inert_reason="n" * 600)
         self.assertEqual(len(hello.inert_reason), wire.NAME_BYTES_MAX)
 
@@ -96,7 +101,7 @@ class TestFrames(unittest.TestCase):
         ids = names[: wire.SESSIONS_MAX]
         count = (U32_MAX,) * 4
         update = wire.Update(
-            U64_MAX, wire.RankFacts(*(U64_MAX,) * 15, True), True,
+            U64_MAX, wire.RankFacts(*(U64_MAX,) * 15, True), True, True,
             [wire.Committed(name, name, U32_MAX, True) for name in names[: wire.EVENTS_MAX]], ids,
             [wire.SessionFacts(id, True, True, True, *count) for id in ids],
         )
@@ -122,7 +127,8 @@ class TestBadFrames(unittest.TestCase):
 
     def test_what_is_no_command_is_refused(self) -> None:
         for message in (
-            ["Hello"], ["Demote"], ["Demote", 1], ["Demote", "s", 1], ["SampleNow", 1],
+            ["Hello"], ["Demote"], ["Demote", 1], ["Demote", "s"], ["Demote", "s", 1],
+            ["Demote", -1, "s"], ["Inspect", "s"], ["SampleNow", 1],
             ["Audit", -1], ["Audit", True], ["Run", 1, -1, "s"], ["Run", 1, 2, 3], [], {}, 16, None,
         ):
             with self.assertRaises(wire.ProtocolError, msg=message):

@@ -8,6 +8,7 @@ use worker_agent::session::{CloseRequest, CloseResult, OpenResult};
 
 use super::{
     engine::{CallId, Command},
+    shim::Request,
     world::{Event, World},
 };
 
@@ -28,10 +29,10 @@ pub(super) enum Task {
     Abort {
         rid: String,
     },
-    /// The abort before the shim is asked for its session table.
-    RequestTable {
-        dp_rank: u32,
-        rid: Option<String>,
+    /// The abort before the shim is asked for a session's history.
+    AbortAndInspect {
+        rid: String,
+        request: Request,
     },
 }
 
@@ -87,14 +88,8 @@ impl World {
         self.note(|| format!("engine gets {task:?}"));
         match task {
             Task::Open { incarnation } => self.open_inside(call, &incarnation, OPEN_BACKSTOP),
-            Task::Abort { rid } => {
+            Task::Abort { rid } | Task::AbortAndInspect { rid, .. } => {
                 self.abort_inside(&rid);
-                self.engine_answers(call, CallAnswer::Yes);
-            }
-            Task::RequestTable { rid, .. } => {
-                if let Some(rid) = rid {
-                    self.abort_inside(&rid);
-                }
                 self.engine_answers(call, CallAnswer::Yes);
             }
             Task::Close { close, step } => match step {
@@ -141,10 +136,9 @@ impl World {
         self.note(|| format!("agent hears {answer:?} to {task:?}"));
         match task {
             Task::Abort { .. } => {}
-            Task::RequestTable { dp_rank, .. } => {
+            Task::AbortAndInspect { request, .. } => {
                 if answer == CallAnswer::Yes {
-                    self.call_table(|table, _| table.mark_table_requested(dp_rank));
-                    self.report_sessions(true);
+                    self.send_request(Duration::ZERO, request);
                 }
             }
             Task::Open { incarnation } => {

@@ -150,7 +150,7 @@ impl World {
         self.strangers.insert(id.clone());
         let stays = self.between(500, 6_000);
         self.schedule(stays, Event::StrangerLeaves { instance, id });
-        self.report_sessions(false);
+        self.report_at_once(false);
     }
 
     pub(super) fn stranger_leaves(&mut self, instance: u64, id: &str) {

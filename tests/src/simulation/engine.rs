@@ -85,6 +85,11 @@ impl Rank {
         self.pending.is_none() && self.inbox.is_empty() && facts.running + facts.waiting == 0
     }
 
+    /// Whether the rank got something that it has not handled.
+    pub(super) fn has_inbox(&self) -> bool {
+        !self.inbox.is_empty()
+    }
+
     /// Returns the turns in the rank by the simulation's own count.
     pub(super) fn inside(&self) -> impl Iterator<Item = TurnId> {
         self.live.values().map(|live| live.turn)

@@ -111,6 +111,8 @@ fn table_settings(rng: &mut Rng, guards: Guards) -> TableSettings {
         // In a quarter of the plans, answers grow beyond what was reserved for them. This takes no
         // random number of its own, so that each seed keeps its plan.
         answer_tokens_min: if idle_ms_max.is_multiple_of(4) { 16 } else { ANSWER_TOKENS_MIN },
+        // Few, so that requests wait in line. This takes no random number of its own either.
+        shim_requests_max: 2,
         shares: ShareSettings {
             sessions_max: principal_sessions_max + rng.usize(0..12),
             principal_sessions_max,

@@ -1,7 +1,6 @@
 //! The agent's process: the session table, and what its owner task does around it.
 //!
-//! The simulated owner task does everything in the same order as the real task. If the engine has a
-//! shim, the shim reports which sessions are inside the engine, and frees their KV when asked.
+//! The simulated owner task does everything in the same order as the real task.
 
 use std::{
     collections::BTreeSet,
@@ -9,12 +8,12 @@ use std::{
 };
 
 use worker_agent::session::{
-    self, Effect, EngineLoad, Legacy, SessionReport, Table, TableSettings, handover::Handover,
-    journal::Record,
+    self, Effect, EngineLoad, Legacy, Table, TableSettings, handover::Handover, journal::Record,
 };
 
 use super::{
     calls::Task,
+    shim::{Request, Shim},
     turns::{Reply, Stage},
     world::{Event, World},
 };
@@ -22,7 +21,6 @@ use super::{
 /// How often the agent's follower checks the engine; `RETRY` is the time while the engine is down.
 const LOOK: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(500);
-const SHIM_TELLS: Duration = Duration::from_millis(200);
 /// How long an agent waits for running turns before it hands over without them.
 const HANDOVER_WAITS: Duration = Duration::from_secs(5);
 
@@ -40,8 +38,6 @@ pub(super) struct AgentProcess {
     pub(super) hands_over_by: Option<Duration>,
     /// The ids of turns and opens that wait for their admission.
     pub(super) waiters: BTreeSet<String>,
-    /// The sessions that the shim reported last, by rank.
-    seen: BTreeSet<(u32, String)>,
     wake: Option<Instant>,
 }
 
@@ -77,12 +73,11 @@ impl World {
             draining: false,
             hands_over_by: None,
             waiters: BTreeSet::new(),
-            seen: BTreeSet::new(),
             wake: None,
         });
         self.check_engine(epoch);
         if self.plan.shim {
-            self.schedule(SHIM_TELLS, Event::ShimTells(epoch));
+            self.schedule(Duration::ZERO, Event::ShimReports(epoch));
         }
     }
 
@@ -129,12 +124,13 @@ impl World {
                     self.check_close(&close);
                     self.close_at_engine(close);
                 }
-                Effect::RequestShimTable { dp_rank, rid } => {
-                    self.call(Task::RequestTable { dp_rank, rid })
+                Effect::Inspect { dp_rank, number, incarnation, rid, is_repeat } => {
+                    let request = Request { dp_rank, number, incarnation, is_demotion: false };
+                    self.inspect(request, rid, is_repeat);
                 }
-                Effect::Demote { dp_rank, incarnation } => {
-                    let latency = self.between(0, 30);
-                    self.schedule(latency, Event::Demotes { dp_rank, incarnation });
+                Effect::Demote { dp_rank, number, incarnation } => {
+                    let request = Request { dp_rank, number, incarnation, is_demotion: true };
+                    self.send_request(Duration::ZERO, request);
                 }
                 Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                     self.answer_question(question, incarnation, tokens_max);
@@ -219,6 +215,7 @@ impl World {
             self.note(|| "agent finds the engine gone".to_owned());
             let engine = self.plan.engine();
             self.closing.clear();
+            self.shim = Shim::default();
             self.call_table(|table, now| {
                 table.set_trimming(now, false);
                 table.handle_engine_lost(now, engine);
@@ -248,69 +245,21 @@ impl World {
             agent.instance = Some(instance);
             agent.down = false;
         }
+        if shim {
+            self.shim_connects();
+        }
         self.call_table(|table, now| {
             let ranks = engine.ranks.len();
             table.handle_engine_lost(now, engine);
             table.take_over(now, legacy);
             for rank in (0..).take(if shim { ranks } else { 0 }) {
-                table.handle_shim_up(rank, demotes);
+                table.handle_shim_up(now, rank, demotes);
             }
             table.set_trimming(now, trims);
         });
         if shim {
-            self.report_sessions(true);
+            self.report_at_once(true);
             self.report_weights();
-        }
-    }
-
-    /// The shim frees a session's KV between two steps of the engine, and reports whether it could.
-    pub(super) fn demotes(&mut self, dp_rank: u32, incarnation: &str) {
-        let Some(engine) = &mut self.engine else { return };
-        let done = engine.ranks[dp_rank as usize].core.demote(incarnation);
-        self.note(|| format!("shim demotes {incarnation}: {done}"));
-        self.call_table(|table, now| table.handle_demote_result(now, incarnation, done));
-    }
-
-    /// The shim reports every streaming session in the engine, and sessions that have gone.
-    pub(super) fn shim_tells(&mut self, epoch: u64) {
-        if !self.is_epoch(epoch) {
-            return;
-        }
-        self.schedule(SHIM_TELLS, Event::ShimTells(epoch));
-        self.report_sessions(false);
-    }
-
-    /// Reports what the shim sees at this moment. `full` marks the reply to a request for the whole
-    /// session table.
-    pub(super) fn report_sessions(&mut self, full: bool) {
-        let (Some(agent), Some(engine)) = (&self.agent, &self.engine) else { return };
-        if agent.instance != Some(engine.instance) {
-            return;
-        }
-        let mut seen = Vec::new();
-        for (rank, at) in (0..).zip(&engine.ranks) {
-            seen.extend(at.core.facts().sessions.into_iter().map(|session| {
-                let told = SessionReport {
-                    id: session.id,
-                    holds_row: session.row.is_some(),
-                    allocated_tokens: session.alloc_tokens as u64,
-                    history_tokens: session.history_tokens as u64,
-                    in_flight: session.inflight,
-                    is_from_full_table: full,
-                };
-                (rank, told)
-            }));
-        }
-        let there: BTreeSet<_> = seen.iter().map(|(rank, one)| (*rank, one.id.clone())).collect();
-        let before = self.agent.as_mut().map(|agent| std::mem::replace(&mut agent.seen, there));
-        for (rank, id) in before.into_iter().flatten() {
-            if !seen.iter().any(|(at, one)| *at == rank && one.id == id) {
-                self.closing.remove(&id);
-                self.call_table(|table, now| table.handle_session_gone(now, rank, &id));
-            }
-        }
-        for (rank, one) in seen {
-            self.call_table(|table, now| table.handle_session_report(now, rank, &one));
         }
     }
 

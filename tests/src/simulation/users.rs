@@ -198,6 +198,10 @@ impl World {
     }
 
     fn user_closes(&mut self, number: usize) {
+        if self.agent.as_ref().is_none_or(|agent| agent.hands_over_by.is_some()) {
+            // Nobody hears it, and the next agent may take the session up. The user tries again.
+            return;
+        }
         let key = self.users[number].key();
         self.users[number].session_gone();
         self.users[number].must_close = false;

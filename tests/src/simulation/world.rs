@@ -16,6 +16,7 @@ use super::{
     plan::Plan,
     shares::PrincipalViews,
     shell::AgentProcess,
+    shim::{Request, Shim},
     trace::RunTrace,
     trimmer::Trimmer,
     turns::{Ended, Turn},
@@ -62,10 +63,17 @@ pub(super) enum Event {
         instance: u64,
         loads: Vec<(u64, u64)>,
     },
-    ShimTells(u64),
-    Demotes {
+    /// The shim reports, a frame of it arrives at the agent, a request of the agent arrives at it,
+    /// and it carries requests out.
+    ShimReports(u64),
+    FrameArrives(u64),
+    RequestArrives {
+        epoch: u64,
+        request: Request,
+    },
+    ShimPass {
+        epoch: u64,
         dp_rank: u32,
-        incarnation: String,
     },
     /// Messages between the shim's trimmer and the agent.
     Planned {
@@ -110,6 +118,7 @@ pub(super) struct World {
     numbers: u64,
     pub(super) engine: Option<EngineProcess>,
     pub(super) trimmer: Trimmer,
+    pub(super) shim: Shim,
     pub(super) instances: u64,
     pub(super) agent: Option<AgentProcess>,
     pub(super) epochs: u64,
@@ -155,6 +164,7 @@ impl World {
             numbers: 0,
             engine: None,
             trimmer: Trimmer::default(),
+            shim: Shim::default(),
             instances: 0,
             agent: None,
             epochs: 0,
@@ -266,8 +276,14 @@ impl World {
             Event::AgentWakes(epoch) => self.agent_wakes(epoch),
             Event::CheckEngine(epoch) => self.check_engine(epoch),
             Event::Sampled { epoch, instance, loads } => self.sampled(epoch, instance, &loads),
-            Event::ShimTells(epoch) => self.shim_tells(epoch),
-            Event::Demotes { dp_rank, incarnation } => self.demotes(dp_rank, &incarnation),
+            Event::ShimReports(epoch) => self.shim_reports(epoch),
+            Event::FrameArrives(epoch) => {
+                if self.is_epoch(epoch) {
+                    self.frame_arrives();
+                }
+            }
+            Event::RequestArrives { epoch, request } => self.request_arrives(epoch, request),
+            Event::ShimPass { epoch, dp_rank } => self.shim_pass(epoch, dp_rank),
             Event::Planned { instance, planned } => self.plan_heard(instance, &planned),
             Event::Asks { instance, question, planned } => {
                 self.deliver_question(instance, question, &planned);

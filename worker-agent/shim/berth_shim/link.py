@@ -24,9 +24,10 @@ RECONNECT_SECONDS_MIN, RECONNECT_SECONDS_MAX = 0.1, 1.0
 # The time limit for connecting and for sending the hello. The hello's few hundred bytes go into an
 # empty buffer, so only a stuck agent can cause a longer wait.
 HELLO_SECONDS_MAX = 5.0
-# The maximum number of commands that wait until the engine's thread takes them. The agent may send
-# a command for each session that it demotes.
-COMMANDS_MAX = 1024
+# The maximum number of commands that wait until the engine's thread takes them. The agent lets 256
+# requests about sessions wait for an answer at once, and answers one question of each turn that
+# waits for the trimmer.
+COMMANDS_MAX = 8192
 # The folder that root, or a service manager, makes for the agent's user. Only root can make it.
 SYSTEM_FOLDER = "/run/berth"
 

@@ -5,6 +5,14 @@ when a hook of the shim has seen it, so it may have changed. A *sample* is one r
 pool's figures and of all touched sessions. If something has changed, an *update* reports the sample
 to the agent, together with the events that the hooks have seen since the update before.
 
+A *request* of the agent concerns one session: inspect it or demote it. It has a number, which its
+answer repeats. So the agent never takes anything else for the answer. An answer is an event, and is
+never dropped: a request waits until its answer has room.
+
+A scheduler may have thousands of sessions, and a pass of its loop must stay short. So each pass has
+a limited time for requests, and another for a full table of the sessions. The rest waits for the
+next pass.
+
 The hooks that `__init__` installs call the `Sampler`. `table` reads the sessions, and `link` sends
 the frames. For the agent's commands, `audit`, `republish` and `demotion` do the work. Everything
 here runs on the scheduler's thread, and nothing waits. While no agent is connected, each hook costs
@@ -13,6 +21,7 @@ one comparison.
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,6 +43,16 @@ HEARTBEAT_SECONDS = 1.0
 # A running turn's KV grows by a token in each step, but its session isn't read in each step. The
 # sessions of running turns are read in the first step after this time, and when their turn ends.
 RUNNING_SECONDS = 0.05
+# The time in one pass of the scheduler's loop for the agent's requests, and for reading and sending
+# a full table. Both begin at least one part of their work in each pass.
+REQUESTS_SECONDS = TABLE_SECONDS = 0.002
+# The number of events that wait at which no request is carried out. The rest of EVENTS_MAX is for
+# the events of hooks.
+ANSWERS_MAX = wire.EVENTS_MAX // 2
+# An inspection waits for this many passes. The agent inspects a session after it has aborted its
+# turn over another connection. The engine receives the abort at the latest in the pass after the
+# one that takes the request, and handles it in that pass.
+INSPECTION_PASSES = 2
 
 
 class Sampler:
@@ -58,8 +77,15 @@ class Sampler:
         self._connection_number = 0
         # The events that are still to be sent.
         self._unsent_events: list[wire.Event] = []
-        # Whether the next update must begin a full table of the sessions.
+        # Whether the next sample must begin a full table of the sessions.
         self._is_full_table_due = True
+        # Whether the next update begins a full table, and whether the end of one is still to come.
+        self._begins_table = self._is_table_open = False
+        # The agent's requests that are not carried out. An inspection comes with the pass in which
+        # it may be. `_pass` counts the passes that had work.
+        self._demotions: deque[wire.Demote] = deque()
+        self._inspections: deque[tuple[int, wire.Inspect]] = deque()
+        self._pass = 0
         # The number of the next update on this connection.
         self._next_seq = 0
         # The latest figures that were sent on this connection, without the shim's own counters.
@@ -70,6 +96,7 @@ class Sampler:
         # The uncached tokens after the latest recount on an idle engine. While this number stays
         # the same, another recount wouldn't help.
         self._unexplained_tokens = 0
+        self._is_recounting = False
         # How often the weights have changed, and whether there is KV from before the last change.
         self._weight_changes, self._has_old_kv = 0, False
         # When the latest sample was taken, and when the sessions of running turns were last read.
@@ -154,11 +181,15 @@ class Sampler:
     @property
     def has_work(self) -> bool:
         """Whether a command, a requested audit, or a chunk of the tree to publish is waiting."""
-        return self._link.has_commands or self._auditor.can_begin or self._republisher.is_running
+        return bool(
+            self._link.has_commands or self._demotions or self._inspections
+            or self._auditor.can_begin or self._republisher.is_running
+        )
 
     def run_commands(self) -> None:
         """Carries out the agent's commands. Called before a step's requests are handled."""
         self._reset_if_reconnected()
+        self._pass += 1
         for command in self._link.take_commands():
             match command:
                 case wire.SampleNow():
@@ -167,11 +198,38 @@ class Sampler:
                     self._auditor.request(number)
                 case wire.Republish():
                     self._republisher.begin()
-                case wire.Demote(id):
-                    refusal = self._demotion_refusal or demotion.demote(self._scheduler, id)
-                    self._queue_event(wire.Demoted, id, refusal or None)
+                case wire.Demote():
+                    self._demotions.append(command)
+                case wire.Inspect():
+                    self._inspections.append((self._pass + INSPECTION_PASSES, command))
+        self._carry_out_requests()
         self._auditor.begin()
         self._republisher.publish_chunk()
+
+    def _carry_out_requests(self) -> None:
+        """Carries out requests while there is time and room for their answers."""
+        deadline_seconds = time.perf_counter() + REQUESTS_SECONDS
+        while len(self._unsent_events) < ANSWERS_MAX:
+            if self._inspections and self._inspections[0][0] <= self._pass:
+                _, command = self._inspections.popleft()
+                facts = self._table.facts(command.session)
+                self._unsent_events.append(wire.Inspected(command.number, facts))
+            elif self._demotions:
+                self._demote(self._demotions.popleft())
+            else:
+                break
+            if time.perf_counter() >= deadline_seconds:
+                break
+        if self._inspections or self._demotions:
+            # An idle scheduler must not sleep before the next pass.
+            self._link.wake()
+
+    def _demote(self, command: wire.Demote) -> None:
+        """Demotes a session, and queues the answer."""
+        number, id = command.number, command.session
+        refusal = self._demotion_refusal or demotion.demote(self._scheduler, id)
+        self._table.touched_ids.add(id)
+        self._unsent_events.append(wire.Demoted(number, id, refusal or None))
 
     def send_heartbeat(self) -> None:
         """Sends an update if none was sent for a while, although nothing has changed. Called in each
@@ -179,10 +237,14 @@ class Sampler:
         if not self._link.is_connected:
             return
         begin_ns = time.perf_counter_ns()
-        if begin_ns / 1e9 - self._sent_at_seconds < HEARTBEAT_SECONDS or not self._link.flush():
+        now_seconds = begin_ns / 1e9
+        # A paused engine calls no other hook that could go on with a full table.
+        is_unfinished = self._is_table_open and now_seconds - self._sampled_at_seconds > IDLE_SECONDS
+        is_due = is_unfinished or now_seconds - self._sent_at_seconds >= HEARTBEAT_SECONDS
+        if not is_due or not self._link.flush():
             return
         self._reset_if_reconnected()
-        if self._is_full_table_due or self._figures_sent is None:
+        if self._is_full_table_due or self._is_table_open or self._figures_sent is None:
             self._sample(begin_ns)
         else:
             self._send_update(self._figures_sent)
@@ -197,7 +259,10 @@ class Sampler:
             return
         begin_ns = time.perf_counter_ns()
         now_seconds = begin_ns / 1e9
-        has_changes = self._is_full_table_due or self._table.touched_ids or self._unsent_events
+        has_changes = (
+            self._is_full_table_due or self._is_table_open or self._table.touched_ids
+            or self._table.has_changes() or self._unsent_events
+        )
         if has_changes or now_seconds - self._sampled_at_seconds >= IDLE_SECONDS:
             self._sample(begin_ns)
 
@@ -240,22 +305,39 @@ class Sampler:
             return
         self._sampled_at_seconds = begin_ns / 1e9
         self._reset_if_reconnected()
-        figures = self._read_state()
-        is_explained = figures.uncached_tokens in (0, self._unexplained_tokens)
-        if not is_explained and self._scheduler.is_fully_idle():
-            # Only running requests hold uncached tokens, and no request runs. So a hook has missed
-            # a change, and the sum of the held tokens is wrong.
-            self._recounts += 1
-            self._is_full_table_due = True
-            figures = self._read_state()
-            self._unexplained_tokens = figures.uncached_tokens
-        if self._is_full_table_due or self._unsent_events or figures != self._figures_sent:
+        deadline_seconds = self._sampled_at_seconds + TABLE_SECONDS
+        figures = self._read_state(deadline_seconds)
+        if figures is not None and self._is_recount_due(figures):
+            self._is_full_table_due = self._is_recounting = True
+            figures = self._read_state(deadline_seconds)
+        if figures is not None and self._is_recounting:
+            self._is_recounting, self._unexplained_tokens = False, figures.uncached_tokens
+        has_figures = figures is not None and figures != self._figures_sent
+        if self._begins_table or self._unsent_events or has_figures:
             self._send_update(figures)
         # One update may not have room for all changed sessions.
-        while self._table.has_changes() and self._link.flush():
+        while self._has_table_to_send() and self._link.flush():
             self._send_update(figures)
+            if time.perf_counter() >= deadline_seconds:
+                break
+        if self._is_table_open or self._table.has_changes():
+            # An idle scheduler must not sleep before the next pass.
+            self._link.wake()
         self._samples += 1
         self._samples_ns += time.perf_counter_ns() - begin_ns
+
+    def _is_recount_due(self, figures: wire.RankFacts) -> bool:
+        """Whether all sessions must be read again. Only running requests hold uncached tokens. If
+        no request runs, a hook has missed a change, and the sum of the held tokens is wrong."""
+        is_explained = figures.uncached_tokens in (0, self._unexplained_tokens)
+        if is_explained or self._is_recounting or not self._scheduler.is_fully_idle():
+            return False
+        self._recounts += 1
+        return True
+
+    def _has_table_to_send(self) -> bool:
+        """Whether sessions are still to be sent, or the end of a full table."""
+        return self._table.has_changes() or (self._is_table_open and not self._table.is_scanning)
 
     def _reset_if_reconnected(self) -> None:
         """Forgets what was sent if the connection is new since the latest call."""
@@ -263,19 +345,27 @@ class Sampler:
             self._connection_number = self._link.connection_number
             self._auditor.forget_request()
             self._is_full_table_due, self._next_seq, self._figures_sent = True, 0, None
+            self._is_table_open = self._is_recounting = False
             self._unsent_events.clear()
+            # The requests of an earlier connection need no answers any more.
+            self._demotions.clear()
+            self._inspections.clear()
 
-    def _read_state(self) -> wire.RankFacts:
-        """Reads the touched sessions (all of them for a full update) and the pool's figures."""
+    def _read_state(self, deadline_seconds: float) -> wire.RankFacts | None:
+        """Reads the touched sessions, the next part of a full table, and the pool's figures.
+        Returns None while the full table is incomplete: the sum of held tokens is wrong then."""
         if self._is_full_table_due:
-            self._table.rebuild()
+            self._table.begin_scan()
+            self._is_full_table_due = False
+            self._begins_table = self._is_table_open = True
         self._table.read_touched()
-        return self._read_figures()
+        self._table.continue_scan(deadline_seconds)
+        return None if self._table.is_scanning else self._read_figures()
 
-    def _send_update(self, figures: wire.RankFacts) -> None:
+    def _send_update(self, figures: wire.RankFacts | None) -> None:
         """Sends the figures, the events, and as many changed sessions as fit in one update."""
         ended_ids, changed_sessions = self._table.take_changes()
-        complete_figures = replace(
+        complete_figures = None if figures is None else replace(
             figures,
             uncached_tokens=max(0, figures.uncached_tokens),
             events_lost=self._events_lost,
@@ -283,15 +373,19 @@ class Sampler:
             samples=self._samples,
             samples_ns=self._samples_ns,
         )
+        ends_table = (
+            self._is_table_open and not self._table.is_scanning and not self._table.has_changes()
+        )
         update = wire.Update(
-            self._next_seq, complete_figures, self._is_full_table_due, self._unsent_events,
+            self._next_seq, complete_figures, self._begins_table, ends_table, self._unsent_events,
             ended_ids, changed_sessions,
         )
         self._link.send(wire.encode(update), self._connection_number)
         self._next_seq += 1
-        self._figures_sent = figures
+        self._figures_sent = figures or self._figures_sent
         self._sent_at_seconds = time.perf_counter()
-        self._is_full_table_due = False
+        self._begins_table = False
+        self._is_table_open = self._is_table_open and not ends_table
         self._unsent_events.clear()
 
     def _read_figures(self) -> wire.RankFacts:

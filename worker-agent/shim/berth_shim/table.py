@@ -5,13 +5,21 @@ A session is *touched* when a hook of the shim has seen it, so it may have chang
 sessions are read, because the cost of reading all of them would grow with their number. The table
 also keeps the sum of the tokens that all sessions hold.
 
+A *scan* reads all sessions. It may take many passes of the scheduler, because each pass has a
+limited time for it. The sum is wrong until the scan has ended.
+
 `sampler` marks sessions as touched, lets the table read them, and reports the changes to the agent.
 It also checks the sum whenever the engine is idle. The table itself sends nothing.
 """
 
+import time
 from typing import Any
 
 from . import wire
+
+# The number of sessions that a scan reads between two looks at the clock. Reading so many takes
+# 0.2 ms.
+SCAN_PART = 16
 
 
 class SessionTable:
@@ -27,41 +35,75 @@ class SessionTable:
         self._held_tokens_by_id: dict[str, int] = {}
         # The ids of the sessions to read next.
         self.touched_ids: set[str] = set()
+        # The ids that a scan has not read yet.
+        self._unscanned_ids: list[str] = []
         # The ids of changed sessions and of ended sessions that are still to be reported, in order.
         self._changed_ids: dict[str, None] = {}
         self._ended_ids: dict[str, None] = {}
-        # The tokens that all sessions hold outside the radix tree, in whole pages.
+        # The tokens that all sessions hold outside the radix tree, in whole pages. Complete only if
+        # no scan is running.
         self.held_tokens = 0
 
-    def rebuild(self) -> None:
-        """Forgets all sessions and marks every streaming session of the engine as touched."""
+    def begin_scan(self) -> None:
+        """Forgets all sessions and begins to read every session of the engine."""
         self._facts_by_id.clear()
         self._held_tokens_by_id.clear()
         self._changed_ids.clear()
         self._ended_ids.clear()
         self.held_tokens = 0
-        self.touched_ids = {id for id, session in self._sessions.items() if session.streaming}
+        self.touched_ids.clear()
         # A slot without a session is a leak in the engine. It must count in the sum.
-        self.touched_ids.update(self._slots)
+        leaked_ids = [id for id in self._slots if id not in self._sessions]
+        self._unscanned_ids = [*self._sessions, *leaked_ids]
+
+    @property
+    def is_scanning(self) -> bool:
+        """Whether a scan has sessions left to read."""
+        return bool(self._unscanned_ids)
+
+    def continue_scan(self, deadline_seconds: float) -> None:
+        """Reads the next sessions of a scan until the performance counter shows this time, at least
+        SCAN_PART of them."""
+        while self._unscanned_ids:
+            for id in self._unscanned_ids[-SCAN_PART:]:
+                self._read(id)
+            del self._unscanned_ids[-SCAN_PART:]
+            if time.perf_counter() >= deadline_seconds:
+                return
 
     def read_touched(self) -> None:
         """Reads the touched sessions, and notes which have changed or ended."""
         for id in self.touched_ids:
-            slot = self._slots.get(id)
-            kv = slot.kv if slot is not None and slot.kv.holds_kv else None
-            self._set_held_tokens(id, self._private_tokens(kv))
-            session = self._sessions.get(id)
-            if session is None or not session.streaming:
-                if self._facts_by_id.pop(id, None) is not None:
-                    self._changed_ids.pop(id, None)
-                    self._ended_ids[id] = None
-                continue
-            facts = _read_facts(id, session, kv)
-            if self._facts_by_id.get(id) != facts and wire.is_nameable(id):
-                self._facts_by_id[id] = facts
-                self._ended_ids.pop(id, None)
-                self._changed_ids[id] = None
+            self._read(id)
         self.touched_ids.clear()
+
+    def facts(self, id: str) -> wire.SessionFacts | None:
+        """Reads a session's facts now; None if the engine has no such streaming session."""
+        session = self._sessions.get(id)
+        if session is None or not session.streaming:
+            return None
+        return _read_facts(id, session, self._kv(id))
+
+    def _kv(self, id: str) -> Any:
+        """Returns the record of a session's KV; None if it has no KV."""
+        slot = self._slots.get(id)
+        return slot.kv if slot is not None and slot.kv.holds_kv else None
+
+    def _read(self, id: str) -> None:
+        """Reads a session, and notes whether it has changed or ended."""
+        kv = self._kv(id)
+        self._set_held_tokens(id, self._private_tokens(kv))
+        session = self._sessions.get(id)
+        if session is None or not session.streaming:
+            if self._facts_by_id.pop(id, None) is not None:
+                self._changed_ids.pop(id, None)
+                self._ended_ids[id] = None
+            return
+        facts = _read_facts(id, session, kv)
+        if self._facts_by_id.get(id) != facts and wire.is_nameable(id):
+            self._facts_by_id[id] = facts
+            self._ended_ids.pop(id, None)
+            self._changed_ids[id] = None
 
     def has_changes(self) -> bool:
         """Whether sessions are still to be reported."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 # The maximum of a frame's length field. The largest update has 256 events, 512 ids of sessions that
 # are gone and 512 changed sessions, with names of 512 bytes. That is 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
@@ -112,11 +112,17 @@ class Aborted(_TextMessage):
 
 
 class Demoted(_TextMessage):
+    number: int
     id: str
     refusal: str | None
 
 
-Event = Opened | Closed | Committed | Aborted | Demoted
+class Inspected(_Message):
+    number: int
+    session: SessionFacts | None
+
+
+Event = Opened | Closed | Committed | Aborted | Demoted | Inspected
 
 
 class Hello(_TextMessage):
@@ -140,8 +146,9 @@ class Update(_Message):
     """At most EVENTS_MAX events, SESSIONS_MAX gone ids and SESSIONS_MAX sessions."""
 
     seq: int
-    facts: RankFacts
-    is_full_table: bool
+    facts: RankFacts | None
+    begins_table: bool
+    ends_table: bool
     events: list[Event]
     gone_ids: list[str]
     sessions: list[SessionFacts]
@@ -182,6 +189,12 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Demote(_Message):
+    number: _Number
+    session: str
+
+
+class Inspect(_Message):
+    number: _Number
     session: str
 
 
@@ -203,7 +216,7 @@ class Run(_Message):
     session: str | None
 
 
-Command = Demote | SampleNow | Audit | Republish | Run
+Command = Demote | Inspect | SampleNow | Audit | Republish | Run
 
 # The engine may count in integers of another type, such as NumPy's.
 _encoder = msgspec.msgpack.Encoder(enc_hook=operator.index)

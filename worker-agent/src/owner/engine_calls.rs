@@ -14,7 +14,7 @@ use service::{
     tasks::Tasks,
 };
 use tokio::sync::mpsc;
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::handle::OwnerMessage;
 use crate::{
@@ -25,6 +25,7 @@ use crate::{
         handover::{HandedSession, Handover},
         journal::{Journal, Record},
     },
+    shim::ShimHandle,
 };
 
 /// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit
@@ -32,13 +33,23 @@ use crate::{
 /// the margin is longer than any turn.
 const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 
-/// The pause before the shim is asked for its session table. After one or two steps of the engine,
-/// the table shows the effects of what has just happened.
-const TABLE_REQUEST_PAUSE: Duration = Duration::from_millis(20);
+/// The pause before the shim is asked again about a session whose turn had not ended. After one or
+/// two steps of the engine, the abort of the turn has had its effect.
+const INSPECTION_PAUSE: Duration = Duration::from_millis(20);
 
 /// The pause before the journal is written again, for example because its disk was full. A write
 /// takes less than a millisecond.
 const JOURNAL_RETRY_PAUSE: Duration = Duration::from_secs(1);
+
+/// A request to a shim for the history of a session; see
+/// [`Effect::Inspect`](crate::session::Effect::Inspect).
+pub(super) struct Inspection {
+    pub(super) dp_rank: u32,
+    pub(super) number: u64,
+    pub(super) incarnation: String,
+    pub(super) rid: Option<String>,
+    pub(super) is_repeat: bool,
+}
 
 /// The owner task's access to the engine.
 pub(super) struct EngineCalls {
@@ -146,27 +157,30 @@ impl EngineCalls {
     pub(super) fn abort_turns(&self, rids: Vec<String>) {
         let engine = self.engine.clone();
         self.tasks.spawn(async move {
-            // In the engine, turns of the Responses API have ids with the prefix `resp_`. Which
-            // turns these are isn't known here, so both ids are aborted.
-            let engine_rids = rids.iter().flat_map(|rid| [rid.clone(), format!("resp_{rid}")]);
-            for rid in engine_rids {
-                abort(&engine, &rid).await;
+            for rid in rids {
+                abort_turn(&engine, &rid).await;
             }
         });
     }
 
-    /// Starts a task that makes the owner task request the session table of a rank's shim. `rid` is
-    /// a turn that may still be inside the engine: the task aborts that turn first. Without `rid`,
-    /// the task makes a short pause first.
-    pub(super) fn request_shim_table(&self, dp_rank: u32, rid: Option<String>) {
-        let (engine, mailbox) = (self.engine.clone(), self.mailbox.clone());
+    /// Starts a task that asks a rank's shim for the history of a session. `rid` is a turn that may
+    /// still be inside the engine: the task aborts that turn first, and asks only if the engine has
+    /// taken the abort. If nothing is asked, the session is closed when its deadline passes.
+    pub(super) fn inspect(&self, shims: ShimHandle, inspection: Inspection) {
+        let engine = self.engine.clone();
+        let Inspection { dp_rank, number, incarnation, rid, is_repeat } = inspection;
         self.tasks.spawn(async move {
-            match rid {
-                None => tokio::time::sleep(TABLE_REQUEST_PAUSE).await,
-                Some(rid) if abort(&engine, &rid).await => {}
-                Some(_) => return,
+            if is_repeat {
+                tokio::time::sleep(INSPECTION_PAUSE).await;
             }
-            let _ = mailbox.send(OwnerMessage::RequestShimTable { dp_rank }).await;
+            if let Some(rid) = rid
+                && !abort_turn(&engine, &rid).await
+            {
+                return;
+            }
+            if let Err(error) = shims.inspect(dp_rank, number, incarnation).await {
+                debug!(dp_rank, %error, "can't ask the shim for a session's history");
+            }
         });
     }
 
@@ -228,6 +242,13 @@ fn unix_ms() -> u64 {
 }
 
 /// Aborts a turn at the engine. Returns whether the engine answered; a failure is logged.
+async fn abort_turn(engine: &EngineClient, rid: &str) -> bool {
+    // In the engine, turns of the Responses API have ids with the prefix `resp_`. Which turns these
+    // are isn't known here, so both ids are aborted.
+    let responses_rid = format!("resp_{rid}");
+    abort(engine, rid).await && abort(engine, &responses_rid).await
+}
+
 async fn abort(engine: &EngineClient, rid: &str) -> bool {
     let result = engine.abort(rid).await;
     if let Err(error) = &result {

@@ -131,7 +131,6 @@ pub(super) enum OwnerMessage {
     /// The client of the turn with this request id is gone.
     Abandon(String),
     /// The rank's shim must be asked for its session table.
-    RequestShimTable { dp_rank: u32 },
     /// Opens a session without a turn.
     Open {
         key: SessionKey,

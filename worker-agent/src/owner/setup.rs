@@ -115,7 +115,7 @@ impl OwnerSetup {
                 mailbox,
                 tasks.clone(),
             ),
-            trimmer: TrimmerLink::new(self.trimmer, metrics.clone()),
+            trimmer: TrimmerLink::new(self.trimmer, metrics.clone(), tasks.clone()),
             waiters: Waiters::default(),
             demotions: PendingDemotions::default(),
             reporter,

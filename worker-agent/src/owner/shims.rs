@@ -18,14 +18,14 @@ use std::{
 
 use proto::load::FunctionOff;
 use service::{clock::now, tasks::Tasks};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use self::check::ShimCheck;
 use super::{reporter::ShimAbilities, trim::TrimmerLink};
 use crate::{
     gpu::{Gpus, process::Scheduler},
-    session::{SessionReport, Table},
-    shim::{Hello, SessionChanges, SessionFacts, ShimHandle, codec::SESSIONS_MAX},
+    session::{SessionReport, Table, TablePart},
+    shim::{Hello, SessionChanges, SessionFacts, ShimHandle},
 };
 
 /// The pause before a demotion is requested again. The shim refuses a demotion while the session's
@@ -72,7 +72,7 @@ impl Shims {
         }
         info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
         self.connected.insert(*dp_rank, undemotable.is_none());
-        table.handle_shim_up(*dp_rank, undemotable.is_none());
+        table.handle_shim_up(now(), *dp_rank, undemotable.is_none());
         if let Some(reason) = &hello.unauditable_reason {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
@@ -111,51 +111,56 @@ impl Shims {
     /// gets a new engine, but a shim may connect before the agent reaches that engine.
     pub(super) fn register_again(&self, table: &mut Table) {
         for (&dp_rank, &can_demote) in &self.connected {
-            table.handle_shim_up(dp_rank, can_demote);
+            table.handle_shim_up(now(), dp_rank, can_demote);
             // The request fails only if this shim has disconnected. `ShimEvent::Down` follows.
             let _ = self.handle.sample_now(dp_rank);
         }
     }
 
-    /// Requests a rank's session table.
-    pub(super) fn request_table(&self, table: &mut Table, dp_rank: u32) {
-        table.mark_table_requested(dp_rank);
-        // The request may fail because the shim has disconnected. The sessions whose state is in
-        // doubt are then resolved when their deadline passes.
-        let _ = self.handle.sample_now(dp_rank);
+    /// Returns the handle for sending commands to the shims.
+    pub(super) fn handle(&self) -> ShimHandle {
+        self.handle.clone()
     }
 
     /// Requests that a session is demoted: its KV is freed, but the session stays open.
-    pub(super) fn demote(&self, table: &mut Table, dp_rank: u32, incarnation: &str) {
-        if self.handle.demote(dp_rank, incarnation).is_err() {
-            table.handle_demote_result(now(), incarnation, false);
-        }
+    pub(super) fn demote(&self, dp_rank: u32, number: u64, incarnation: String) {
+        self.demote_after(Duration::ZERO, dp_rank, number, incarnation);
+    }
+
+    /// Requests a demotion after a pause. The request fails only if the shim has disconnected, and
+    /// [`ShimEvent::Down`](crate::shim::ShimEvent::Down) follows.
+    fn demote_after(&self, pause: Duration, dp_rank: u32, number: u64, incarnation: String) {
+        let handle = self.handle.clone();
+        self.tasks.spawn(async move {
+            if !pause.is_zero() {
+                tokio::time::sleep(pause).await;
+            }
+            if let Err(error) = handle.demote(dp_rank, number, incarnation).await {
+                debug!(dp_rank, %error, "can't ask the shim to demote a session");
+            }
+        });
     }
 
     /// Handles a shim's answer to the request to demote the session `id`.
-    pub(super) fn handle_demote_result(
+    pub(super) fn handle_demotion(
         &self,
         table: &mut Table,
-        dp_rank: u32,
+        (dp_rank, number): (u32, u64),
         id: String,
         refusal: Option<&str>,
     ) {
         match refusal {
-            None => table.handle_demote_result(now(), &id, true),
-            // The client has its last answer, but the turn is still in a queue of the engine.
+            // The session's first turn may have been aborted and have left no KV, so there is
+            // nothing to demote.
+            None | Some("no_kv") => table.handle_demotion(now(), dp_rank, number, true),
+            // The client has its last answer, but the turn is still in a queue of the engine. If
+            // that lasts, the demotion ends when the session's deadline passes.
             Some("busy" | "in_flight") => {
-                let handle = self.handle.clone();
-                self.tasks.spawn(async move {
-                    tokio::time::sleep(DEMOTE_RETRY_PAUSE).await;
-                    // If the request fails, the demotion ends when the session's deadline passes.
-                    let _ = handle.demote(dp_rank, &id);
-                });
+                self.demote_after(DEMOTE_RETRY_PAUSE, dp_rank, number, id);
             }
-            // The session's first turn was aborted and left no KV, so there is nothing to demote.
-            Some("no_kv") => table.handle_demote_result(now(), &id, true),
             Some(reason) => {
                 warn!(incarnation = id, reason, "the engine's shim did not demote a session");
-                table.handle_demote_result(now(), &id, false);
+                table.handle_demotion(now(), dp_rank, number, false);
             }
         }
     }
@@ -179,31 +184,34 @@ fn function_off(function: &str, reason: &str) -> FunctionOff {
     FunctionOff { function: function.to_owned(), reason }
 }
 
-/// Passes a shim's report of sessions to the session table: the shim's whole table, or only
-/// changes.
+/// Passes a shim's report of sessions to the session table: a part of a full table, or changes.
 pub(super) fn record_sessions(table: &mut Table, sessions: SessionChanges) {
-    let SessionChanges { dp_rank, is_full_table, changed, gone_ids } = sessions;
-    // A full table lists all sessions, so a session that it lacks is gone. But one message with
-    // `SESSIONS_MAX` sessions may be only the start of the table.
-    if is_full_table && changed.len() < SESSIONS_MAX {
-        let session_ids: Vec<&str> = changed.iter().map(|session| session.id.as_str()).collect();
-        table.handle_session_table(now(), dp_rank, &session_ids);
-    }
-    for session in changed {
-        table.handle_session_report(now(), dp_rank, &session_report(session, is_full_table));
-    }
+    let SessionChanges { dp_rank, begins_table, ends_table, changed, gone_ids } = sessions;
+    let part = TablePart { begins_table, ends_table };
+    let reports: Vec<SessionReport> = changed.into_iter().map(session_report).collect();
+    table.handle_session_reports(now(), dp_rank, part, &reports);
     for id in gone_ids {
         table.handle_session_gone(now(), dp_rank, &id);
     }
 }
 
-fn session_report(session: SessionFacts, is_from_full_table: bool) -> SessionReport {
+/// Passes a shim's answer to a request about one session to the session table.
+pub(super) fn record_inspection(
+    table: &mut Table,
+    dp_rank: u32,
+    number: u64,
+    session: Option<SessionFacts>,
+) {
+    let report = session.map(session_report);
+    table.handle_inspection(now(), dp_rank, number, report.as_ref());
+}
+
+fn session_report(session: SessionFacts) -> SessionReport {
     SessionReport {
         id: session.id,
         holds_row: session.holds_row,
         allocated_tokens: u64::from(session.allocated_tokens),
         history_tokens: u64::from(session.history_tokens),
         in_flight: session.in_flight,
-        is_from_full_table,
     }
 }

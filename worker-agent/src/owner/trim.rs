@@ -9,7 +9,7 @@
 //! [`crate::shim::trim`] has the connection to the trimmer, and the session table decides. The
 //! module `waiters` tells the turn's caller how the turn runs in the end.
 
-use service::clock::now;
+use service::{clock::now, tasks::Tasks};
 use tracing::{debug, info, warn};
 
 use crate::{
@@ -21,6 +21,7 @@ use crate::{
 /// The connection to the trimmer, and what is known of the trimmer.
 pub(super) struct TrimmerLink {
     handle: TrimHandle,
+    tasks: Tasks,
     /// The SGLang version reported by a connected trimmer that works; `None` without one.
     sglang_version: Option<String>,
     /// Why the connected trimmer trims nothing; `None` if it works, or without one.
@@ -29,8 +30,8 @@ pub(super) struct TrimmerLink {
 }
 
 impl TrimmerLink {
-    pub(super) fn new(handle: TrimHandle, metrics: Metrics) -> Self {
-        Self { handle, sglang_version: None, off_reason: None, metrics }
+    pub(super) fn new(handle: TrimHandle, metrics: Metrics, tasks: Tasks) -> Self {
+        Self { handle, tasks, sglang_version: None, off_reason: None, metrics }
     }
 
     /// Returns the SGLang version on which the agent trims full histories, if the agent does.
@@ -106,8 +107,11 @@ impl TrimmerLink {
         prompt_tokens_max: u64,
     ) {
         let prompt_tokens_max = u32::try_from(prompt_tokens_max).unwrap_or(u32::MAX);
-        if let Err(error) = self.handle.answer(question_id, incarnation, prompt_tokens_max) {
-            debug!(%error, "can't answer the trimmer's question");
-        }
+        let (handle, incarnation) = (self.handle.clone(), incarnation.map(str::to_owned));
+        self.tasks.spawn(async move {
+            if let Err(error) = handle.answer(question_id, incarnation, prompt_tokens_max).await {
+                debug!(%error, "can't answer the trimmer's question");
+            }
+        });
     }
 }

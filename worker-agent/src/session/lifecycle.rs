@@ -8,7 +8,7 @@
 //! The tables below say where each event leads a session that a client opened as pinned, or as
 //! tagged for the two states in the tree. They also say what follows: a turn or an open request is
 //! admitted or refused, the session is opened, closed or demoted at the engine, or the shim is
-//! asked for its session table. An empty cell changes nothing, and a turn then waits. `running` is
+//! asked for the session's history. An empty cell changes nothing, and a turn then waits. `running` is
 //! an open session with a turn inside the engine. `demoting` is a session whose room others need,
 //! `asked` is one that its owner or an operator demotes. A test compares every cell with the code.
 //!
@@ -38,8 +38,8 @@
 //! |---------|-------------|-----------------|
 //! | opening | open, admit | removed, refuse |
 //!
-//! The shim answers or doesn't. It demotes the session or not, or its session table shows the
-//! expected history or an unexpected one:
+//! The shim answers or doesn't. It demotes the session or not, or reports the expected history or
+//! an unexpected one:
 //!
 //! | state    | demoted | not demoted | expected | unexpected  | shim silent | shim down   |
 //! |----------|---------|-------------|----------|-------------|-------------|-------------|
@@ -75,7 +75,7 @@ use std::{mem, time::Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::Error;
+use super::{Error, table::ShimRequest};
 
 /// A session's life at the engine, independent of its running turns. Only an unpinned session has
 /// a [`Tree`].
@@ -88,10 +88,10 @@ pub(super) enum State {
     Opening(Row),
     /// Pinned and open.
     Open(Row),
-    /// Pinned. The shim was asked to demote the session. If it has not answered at `until`, the
-    /// session is closed at the engine. So it is if the shim refuses, unless `is_asked`: the
-    /// session's owner or an operator asked for the demotion. Then it stays open.
-    Demoting { row: Row, until: Instant, is_asked: bool },
+    /// Pinned. The shim is asked to demote the session. If it doesn't answer in time, the session is
+    /// closed at the engine. So it is if the shim refuses, unless `is_asked`: the session's owner or
+    /// an operator asked for the demotion. Then it stays open.
+    Demoting { row: Row, request: ShimRequest, is_asked: bool },
     /// Pinned. The engine has the session's history, but the KV is in the radix tree, where it can
     /// be evicted.
     Demoted,
@@ -139,14 +139,12 @@ pub(super) struct Tree {
     pub(super) no_pin_before: Option<Instant>,
 }
 
-/// What would clear a suspect session. A session table that the shim was asked for since the doubt
-/// arose must report the `expected` history.
+/// What would clear a suspect session. The answer to the `request`, which was made since the doubt
+/// arose, must report the `expected` history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Doubt {
     pub(super) expected: ExpectedHistory,
-    /// If no such table arrives before this time, the session is closed at the engine.
-    pub(super) until: Instant,
-    pub(super) is_table_requested: bool,
+    pub(super) request: ShimRequest,
     /// Why the session can't continue if the doubt isn't cleared.
     pub(super) otherwise: GoneReason,
 }
@@ -265,19 +263,30 @@ impl State {
         matches!(self, Self::Gone { .. })
     }
 
-    /// Returns when the session is closed if the shim has not answered a request about it.
-    pub(super) fn awaits_shim_until(&self) -> Option<Instant> {
+    /// Returns the request about the session whose answer the session awaits.
+    pub(super) fn shim_request(&self) -> Option<ShimRequest> {
         match *self {
-            Self::Demoting { until, .. } | Self::Suspect { doubt: Doubt { until, .. }, .. } => {
-                Some(until)
+            Self::Demoting { request, .. } | Self::Suspect { doubt: Doubt { request, .. }, .. } => {
+                Some(request)
             }
             _ => None,
         }
     }
 
-    /// Whether the shim's next full session table shows a suspect session's history.
-    pub(super) fn awaits_table(&self) -> bool {
-        matches!(self, Self::Suspect { doubt: Doubt { is_table_requested: true, .. }, .. })
+    /// Notes until when the shim's answer about the session is awaited.
+    pub(super) fn await_shim_until(&mut self, until: Instant) {
+        if let Self::Demoting { request, .. } | Self::Suspect { doubt: Doubt { request, .. }, .. } =
+            self
+        {
+            request.until = Some(until);
+        }
+    }
+
+    /// Lets a suspect session await the answer to another request.
+    pub(super) fn request_again(&mut self, again: ShimRequest) {
+        if let Self::Suspect { doubt: Doubt { request, .. }, .. } = self {
+            *request = again;
+        }
     }
 
     /// Returns the id of a turn that may still be inside the engine.
@@ -307,21 +316,6 @@ impl State {
     pub(super) fn note_lost_turn(&mut self, rid: &str) {
         if let Some(row) = self.row_mut() {
             row.lost_rid = Some(rid.to_owned());
-        }
-    }
-
-    /// Notes that the shim was asked for its session table, which shows a suspect session's
-    /// history.
-    pub(super) fn expect_table(&mut self) {
-        if let Self::Suspect { doubt, .. } = self {
-            doubt.is_table_requested = true;
-        }
-    }
-
-    /// Notes that the shim's session table must be requested again for a suspect session.
-    pub(super) fn expect_no_table(&mut self) {
-        if let Self::Suspect { doubt, .. } = self {
-            doubt.is_table_requested = false;
         }
     }
 

@@ -18,6 +18,7 @@
 //! - [`Sessions`]: the sessions, their incarnation ids, and what they hold on each rank.
 //! - [`Tickets`]: turns and open requests, their queue, and each rank's load of turns.
 //! - [`Closes`]: the closes that the engine has not confirmed, with what they hold.
+//! - [`ShimRequests`]: the requests to the shims that await an answer or wait in line.
 //! - [`RankShims`]: each rank's shim, and what the sessions of other clients hold.
 //! - [`QueuePace`]: how soon a turn that is refused would find a place.
 //! - [`Effects`]: what the owner task must do next.
@@ -54,12 +55,14 @@ mod engine;
 mod handover;
 mod held;
 mod invariants;
+mod keys_by_time;
 mod overdue;
 mod principals;
 mod queue_pace;
 mod reclaim;
 mod sessions;
 mod shares;
+mod shim_requests;
 mod shims;
 mod ticket;
 mod tickets;
@@ -74,8 +77,8 @@ use std::time::Instant;
 use proto::id::SessionKey;
 
 use self::{
-    closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions, shims::RankShims,
-    tickets::Tickets, weights::WeightsState,
+    closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions,
+    shim_requests::ShimRequests, shims::RankShims, tickets::Tickets, weights::WeightsState,
 };
 use super::{
     CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
@@ -87,8 +90,10 @@ use super::{
 };
 use crate::{guard::Guard, shim::trim::Plan};
 
+pub(super) use self::shim_requests::ShimRequest;
+
 pub use self::{
-    engine::{EngineLoad, SessionReport},
+    engine::{EngineLoad, SessionReport, TablePart},
     handover::Legacy,
     shares::{PrincipalView, ShareFigures},
     trim::{TrimOutcome, TrimPlan},
@@ -104,6 +109,7 @@ pub struct Table {
     tickets: Tickets,
     closes: Closes,
     shims: RankShims,
+    shim_requests: ShimRequests,
     queue_pace: QueuePace,
     /// What the owner task must do next.
     effects: Effects,
@@ -143,6 +149,7 @@ impl Table {
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
         let mut table = Self {
             sessions: Sessions::new(&settings),
+            shim_requests: ShimRequests::new(settings.shim_requests_max()),
             settings,
             engine,
             tickets: Tickets::default(),
@@ -215,55 +222,33 @@ impl Table {
     }
 
     /// Does everything whose deadline has passed. Closes sessions whose idle limit has passed, or
-    /// that waited too long for the shim's session table or for a demotion. Demotes idle sessions
-    /// that the agent pinned on its own. Repeats unconfirmed closes, and refuses turns that waited
-    /// too long.
+    /// that waited too long for an answer of the shim. Demotes idle sessions that the agent pinned
+    /// on its own. Repeats unconfirmed closes, and refuses turns that waited too long.
     pub fn run_deadlines(&mut self, now: Instant) {
-        if self.sessions.earliest_deadline().is_some_and(|deadline| deadline <= now) {
+        if self.sessions.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.run_session_deadlines(now);
         }
+        self.replace_unanswered_requests(now);
         self.closes.repeat_due(now, &mut self.effects);
         self.refuse_overdue(now);
     }
 
-    /// Returns when the session must be closed or demoted if nothing happens to it until then.
-    /// `None` if the session needs neither, for example because a turn of it runs.
-    fn session_deadline(&self, session: &Session) -> Option<Instant> {
-        if let Some(until) = session.state.awaits_shim_until() {
-            return Some(until);
-        }
-        let demote_at = self
-            .is_idle_auto_pin(session)
-            .then(|| session.turns.last_end + self.settings.demote_idle);
-        let expires_at = session.can_expire().then(|| session.expires_at());
-        [demote_at, expires_at].into_iter().flatten().min()
-    }
-
     /// Closes and demotes the sessions whose deadline has passed.
     fn run_session_deadlines(&mut self, now: Instant) {
-        let guards = self.settings.guards;
-        let is_due = |session: &Session| match session.state.awaits_shim_until() {
-            Some(until) => until <= now,
-            None => session.can_expire() && session.expires_at() <= now,
-        };
-        let keys = self.sessions.keys(is_due);
-        for key in keys {
-            if self.sessions[&key].state.awaits_shim_until().is_some() {
+        for key in self.sessions.due(now) {
+            // What was done about another session may have changed this one.
+            let Some(session) = self.sessions.get(&key) else { continue };
+            if session.state.shim_request().is_some() {
                 self.close_without_answer(now, &key);
-            } else if guards.is_on(Guard::Expiry) {
+            } else if self.sessions.may_expire(session) && session.expires_at() <= now {
                 self.effects.report_event(&key, SessionEvent::Expired);
                 let _ = self.close_session(now, &key);
+            } else if self.sessions.is_idle_auto_pin(session)
+                && self.sessions.demotes_at(session) <= now
+            {
+                self.release_kv(now, &key);
             }
         }
-        self.demote_idle_sessions(now);
-        let deadlines =
-            self.sessions.iter().filter_map(|(_, session)| self.session_deadline(session));
-        // A close above may have refused the turn that kept another session from expiring. That
-        // session is overdue now, and its deadline counts, so that the following call closes it.
-        // With the guard off, overdue sessions are never closed, so their deadlines don't count.
-        let is_counted = |deadline: &Instant| *deadline > now || guards.is_on(Guard::Expiry);
-        let earliest = deadlines.filter(is_counted).min();
-        self.sessions.set_earliest_deadline(earliest);
         self.process_queue(now);
     }
 
@@ -272,8 +257,12 @@ impl Table {
     pub fn next_deadline(&self) -> Option<Instant> {
         let oldest_since = self.tickets.oldest_since();
         let queue_deadline = oldest_since.map(|since| since + self.settings.queue_wait_max);
-        let deadlines =
-            [self.sessions.earliest_deadline(), queue_deadline, self.closes.next_repeat()];
+        let deadlines = [
+            self.sessions.next_deadline(),
+            self.shim_requests.next_place(),
+            queue_deadline,
+            self.closes.next_repeat(),
+        ];
         deadlines.into_iter().flatten().min()
     }
 
@@ -321,13 +310,18 @@ impl Table {
         self.tickets.inside().map(|(rid, ..)| rid)
     }
 
+    /// Returns the number of turns inside the engine.
+    #[must_use]
+    pub fn turns_inside(&self) -> usize {
+        self.tickets.turns_inside()
+    }
+
     /// Returns the number of closes that the engine has not confirmed, plus sessions that are
     /// opening or closing.
     #[must_use]
     pub fn pending_count(&self) -> usize {
-        let is_pending =
-            |session: &Session| matches!(session.state, State::Opening(_) | State::Closing(_));
-        self.closes.len() + self.sessions.keys(is_pending).len()
+        let ranks = self.sessions.all_ranks();
+        self.closes.len() + ranks.map(|rank| rank.opening + rank.closing).sum::<usize>()
     }
 
     /// Changes a session, and reports that.
@@ -352,19 +346,11 @@ impl Table {
         self.sessions.set_engine(rank_count, self.engine.page_tokens);
         self.tickets.add_ranks(rank_count);
         self.shims.add_ranks(rank_count);
+        self.shim_requests.add_ranks(rank_count);
     }
 
     fn capacity(&self, dp_rank: u32) -> Result<&RankCapacity, Error> {
         self.engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))
-    }
-
-    /// Makes sure that [`Self::run_deadlines`] looks at the session at its deadline, and also when
-    /// its idle limit has passed, even if it has turns now.
-    fn schedule_deadline(&mut self, key: &SessionKey) {
-        let session = &self.sessions[key];
-        let expires_at = session.expires_at();
-        let deadline = self.session_deadline(session).unwrap_or(expires_at);
-        self.sessions.schedule(deadline.min(expires_at));
     }
 
     fn debug_check(&self) {

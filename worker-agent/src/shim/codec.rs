@@ -17,12 +17,14 @@
 //! |---|---|---|---|
 //! | `Hello` | shim | to agent | [`Hello`] |
 //! | `Update` | shim | to agent | the number of the update in its connection, from 0; |
-//! | | | | [`RankFacts`]; the fields of [`SessionChanges`](super::SessionChanges) and the |
-//! | | | | events: full table, events, ids that are gone, changed [`SessionFacts`] |
+//! | | | | [`RankFacts`], nil while a full table is incomplete; the fields of |
+//! | | | | [`SessionChanges`](super::SessionChanges) and the events: whether a full table |
+//! | | | | begins, whether it ends, events, ids that are gone, changed [`SessionFacts`] |
 //! | `Audited` | shim | to agent | [`AuditReply`] |
 //! | `Trimmer` | trimmer | to agent | [`Trimmer`](super::trim::Trimmer) |
 //! | `Planned` | trimmer | to agent | [`PlanReport`](super::trim::PlanReport) |
-//! | `Demote` | shim | to shim | the session |
+//! | `Demote` | shim | to shim | the number of the request, the session |
+//! | `Inspect` | shim | to shim | the number of the request, the session |
 //! | `SampleNow` | shim | to shim | |
 //! | `Audit` | shim | to shim | the number of the request |
 //! | `Republish` | shim | to shim | |
@@ -41,7 +43,7 @@ use super::{AuditReply, Hello, RankFacts, SessionFacts};
 use crate::incarnation::INCARNATION_BYTES_MAX;
 
 /// The version of the protocol. The agent refuses a shim with another version.
-pub const VERSION: u8 = 6;
+pub const VERSION: u8 = 7;
 /// The maximum of the length field of a frame. The shim's largest update (256 events, 512 sessions
 /// that are gone, 512 changed sessions, names of 512 bytes) has 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
@@ -51,9 +53,8 @@ const NAME_BYTES_MAX: usize = 512;
 const _: () = assert!(INCARNATION_BYTES_MAX <= NAME_BYTES_MAX, "every incarnation can be named");
 /// The maximum number of events in an update.
 const EVENTS_MAX: usize = 256;
-/// The maximum number of changed sessions in a frame, and of sessions that are gone. After a frame
-/// with this many, the table continues in the next frame.
-pub const SESSIONS_MAX: usize = 512;
+/// The maximum number of changed sessions in a frame, and of sessions that are gone.
+const SESSIONS_MAX: usize = 512;
 /// The maximum number of names in an audit.
 pub(super) const AUDIT_NAMES_MAX: usize = 1000;
 /// The maximum DP rank that is accepted. Real engines have far fewer ranks.
@@ -94,8 +95,10 @@ pub(super) enum ShimMessage {
 pub(super) struct Update {
     /// The number of the update in its connection, from 0.
     pub seq: u64,
-    pub facts: RankFacts,
-    pub is_full_table: bool,
+    /// `None` while the shim has not read all sessions of a full table.
+    pub facts: Option<RankFacts>,
+    pub begins_table: bool,
+    pub ends_table: bool,
     #[serde(deserialize_with = "decode_list::<EVENTS_MAX, _, _>")]
     pub events: Vec<WireEvent>,
     #[serde(deserialize_with = "decode_list::<SESSIONS_MAX, _, _>")]
@@ -112,7 +115,8 @@ pub(super) enum WireEvent {
     Closed { id: String },
     Committed { id: String, rid: String, history_tokens: u32, is_retracted: bool },
     Aborted { id: String, was_running: bool },
-    Demoted { id: String, refusal: Option<String> },
+    Demoted { number: u64, id: String, refusal: Option<String> },
+    Inspected { number: u64, session: Option<SessionFacts> },
 }
 
 /// A command from the agent. [`super::ShimHandle`] explains all but `Run`, which is the trimmer's
@@ -120,7 +124,8 @@ pub(super) enum WireEvent {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "command")]
 pub(super) enum ShimCommand {
-    Demote { session: String },
+    Demote { number: u64, session: String },
+    Inspect { number: u64, session: String },
     SampleNow,
     Audit { number: u64 },
     Republish,
@@ -131,7 +136,9 @@ impl ShimCommand {
     /// Encodes the command as a frame. Returns `None` if the session's name is longer than
     /// [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
-        if let Self::Demote { session } | Self::Run { session: Some(session), .. } = self
+        if let Self::Demote { session, .. }
+        | Self::Inspect { session, .. }
+        | Self::Run { session: Some(session), .. } = self
             && session.len() > NAME_BYTES_MAX
         {
             return None;

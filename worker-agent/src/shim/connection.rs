@@ -24,8 +24,8 @@ use tracing::{info, warn};
 
 use super::codec::{self, Frames};
 
-/// The maximum number of commands that wait to be written to one peer. A command can ask the shim
-/// to demote a session, so this bounds how many sessions the agent demotes at once.
+/// The maximum number of commands that wait to be written to one peer. Requests about sessions, and
+/// answers to the trimmer, wait for room beyond this.
 const COMMANDS_MAX: usize = 256;
 /// How long a peer may take to send its hello after it connected.
 const HELLO_WAIT_MAX: Duration = Duration::from_secs(5);

@@ -44,13 +44,29 @@ impl Connections {
     /// if the peer's queue is full, or if the command's session name is too long.
     pub(super) fn send_command(&self, dp_rank: u32, command: &ShimCommand) -> Result<(), Error> {
         let command = command.encode().ok_or(Error::NameTooLong)?;
-        let connections = self.0.borrow();
-        let peer = connections.get(&dp_rank).filter(|peer| peer.info.takes_commands);
-        let peer = peer.ok_or(Error::NoShim(dp_rank))?;
-        peer.command_sender.try_send(command).map_err(|error| match error {
+        self.command_sender(dp_rank)?.try_send(command).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => Error::QueueFull,
             mpsc::error::TrySendError::Closed(_) => Error::NoShim(dp_rank),
         })
+    }
+
+    /// Queues a command for the peer of a rank, and waits for room in its queue. The caller bounds
+    /// how many commands wait. Fails if the rank has no peer that takes commands, or if the
+    /// command's session name is too long.
+    pub(super) async fn queue_command(
+        &self,
+        dp_rank: u32,
+        command: &ShimCommand,
+    ) -> Result<(), Error> {
+        let command = command.encode().ok_or(Error::NameTooLong)?;
+        let sender = self.command_sender(dp_rank)?;
+        sender.send(command).await.map_err(|_| Error::NoShim(dp_rank))
+    }
+
+    fn command_sender(&self, dp_rank: u32) -> Result<mpsc::Sender<Vec<u8>>, Error> {
+        let connections = self.0.borrow();
+        let peer = connections.get(&dp_rank).filter(|peer| peer.info.takes_commands);
+        peer.map(|peer| peer.command_sender.clone()).ok_or(Error::NoShim(dp_rank))
     }
 
     /// Returns the description of a rank's peer; `None` if no peer is connected.

@@ -32,7 +32,9 @@ pub(super) struct Outbox {
     /// The changed sessions by id; `None` marks a session that is gone.
     changed_sessions: BTreeMap<String, Option<SessionFacts>>,
     /// Whether `changed_sessions` begins a full table, which replaces all that the agent knows.
-    is_full_table: bool,
+    begins_table: bool,
+    /// Whether a full table ends with `changed_sessions`.
+    ends_table: bool,
     /// The latest figures, unless the agent has taken them.
     facts: Option<RankFacts>,
     audit_reply: Option<AuditReply>,
@@ -45,27 +47,31 @@ impl Outbox {
             next_seq: 0,
             events: VecDeque::new(),
             changed_sessions: BTreeMap::new(),
-            is_full_table: false,
+            begins_table: false,
+            ends_table: false,
             facts: None,
             audit_reply: None,
         }
     }
 
     fn has_session_changes(&self) -> bool {
-        self.is_full_table || !self.changed_sessions.is_empty()
+        self.begins_table || self.ends_table || !self.changed_sessions.is_empty()
     }
 
     /// Buffers an update.
     pub(super) fn push(&mut self, update: Update) {
         let dp_rank = self.dp_rank;
-        self.facts = Some(RankFacts { dp_rank, ..update.facts });
+        if let Some(facts) = update.facts {
+            self.facts = Some(RankFacts { dp_rank, ..facts });
+        }
         self.events.extend(update.events.into_iter().map(|event| to_report(dp_rank, event)));
-        if update.is_full_table {
-            self.is_full_table = true;
+        if update.begins_table {
+            (self.begins_table, self.ends_table) = (true, false);
             self.changed_sessions.clear();
         }
+        self.ends_table |= update.ends_table;
         for id in update.gone_ids {
-            if self.is_full_table {
+            if self.begins_table {
                 self.changed_sessions.remove(&id);
             } else {
                 self.changed_sessions.insert(id, None);
@@ -81,7 +87,7 @@ impl Outbox {
 
     fn check_invariants(&self) {
         assert!(
-            !self.is_full_table || self.changed_sessions.values().all(Option::is_some),
+            !self.begins_table || self.changed_sessions.values().all(Option::is_some),
             "a full table names no session that has gone"
         );
     }
@@ -140,7 +146,8 @@ impl Protocol for Outbox {
         if self.has_session_changes() {
             let mut sessions = SessionChanges {
                 dp_rank: self.dp_rank,
-                is_full_table: self.is_full_table,
+                begins_table: std::mem::take(&mut self.begins_table),
+                ends_table: std::mem::take(&mut self.ends_table),
                 changed: vec![],
                 gone_ids: vec![],
             };
@@ -150,7 +157,6 @@ impl Protocol for Outbox {
                     None => sessions.gone_ids.push(id),
                 }
             }
-            self.is_full_table = false;
             return Some(ShimEvent::Sessions(sessions));
         }
         if let Some(facts) = self.facts.take() {
@@ -173,7 +179,12 @@ fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
             ShimEvent::Committed { dp_rank, id, rid, history_tokens, is_retracted }
         }
         WireEvent::Aborted { id, was_running } => ShimEvent::Aborted { dp_rank, id, was_running },
-        WireEvent::Demoted { id, refusal } => ShimEvent::Demoted { dp_rank, id, refusal },
+        WireEvent::Demoted { number, id, refusal } => {
+            ShimEvent::Demoted { dp_rank, number, id, refusal }
+        }
+        WireEvent::Inspected { number, session } => {
+            ShimEvent::Inspected { dp_rank, number, session }
+        }
     }
 }
 
@@ -193,8 +204,8 @@ mod tests {
     }
 
     /// Returns an update without any event or session.
-    fn update(available_tokens: u64, is_full_table: bool) -> Update {
-        let facts = RankFacts {
+    fn update(available_tokens: u64, begins_table: bool) -> Update {
+        let facts = Some(RankFacts {
             dp_rank: 0,
             read_at: now(),
             pool_tokens: 0,
@@ -213,9 +224,9 @@ mod tests {
             samples_ns: 0,
             weight_changes: 0,
             has_old_kv: false,
-        };
+        });
         let (events, gone_ids, sessions) = (vec![], vec![], vec![]);
-        Update { seq: 0, facts, is_full_table, events, gone_ids, sessions }
+        Update { seq: 0, facts, begins_table, ends_table: false, events, gone_ids, sessions }
     }
 
     fn drain(outbox: &mut Outbox) -> Vec<ShimEvent> {
@@ -238,7 +249,7 @@ mod tests {
         };
         assert_eq!(id, "b");
         let ShimEvent::Sessions(sessions) = sessions else { panic!("{sessions:?}") };
-        assert_eq!((&sessions.changed, sessions.is_full_table), (&vec![session("a", 20)], false));
+        assert_eq!((&sessions.changed, sessions.begins_table), (&vec![session("a", 20)], false));
         assert!(
             matches!(facts, ShimEvent::Facts(RankFacts { available_tokens: 4, .. })),
             "{facts:?}"
@@ -251,7 +262,24 @@ mod tests {
         let mut outbox = Outbox::new(0);
         outbox.push(update(0, true));
         let Some(ShimEvent::Sessions(sessions)) = outbox.next_report() else { panic!("no table") };
-        assert!(sessions.is_full_table && sessions.changed.is_empty());
+        assert!(sessions.begins_table && sessions.changed.is_empty());
+        assert!(!sessions.ends_table, "more may follow");
+    }
+
+    #[test]
+    fn the_end_of_a_table_is_told_once_and_not_the_end_of_one_that_began_again() {
+        let mut outbox = Outbox::new(0);
+        let end = || Update { ends_table: true, ..update(0, false) };
+        outbox.push(update(0, true));
+        outbox.push(end());
+        outbox.push(update(0, true));
+        let Some(ShimEvent::Sessions(sessions)) = outbox.next_report() else { panic!("no table") };
+        assert!(sessions.begins_table && !sessions.ends_table);
+        outbox.push(end());
+        let mut reports = drain(&mut outbox).into_iter();
+        let is_end = |report| matches!(report, ShimEvent::Sessions(changes) if changes.ends_table);
+        assert_eq!(reports.by_ref().filter(|report| is_end(report.clone())).count(), 1);
+        assert!(outbox.has_no_report());
     }
 
     #[test]
@@ -279,7 +307,7 @@ mod tests {
             let mut hear = |outbox: &mut Outbox| {
                 for news in drain(outbox) {
                     let ShimEvent::Sessions(sessions) = news else { continue };
-                    if sessions.is_full_table {
+                    if sessions.begins_table {
                         heard.clear();
                     }
                     for id in sessions.gone_ids {

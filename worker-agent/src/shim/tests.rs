@@ -109,7 +109,7 @@ fn update(seq: u64, available: u64, closed: &[&str]) -> impl Serialize {
     let used = 2048 - available;
     let facts = (2048, available, 0, 0, 0, used, 0, 0, 0, 0, 0, 0, 0, 0, 0, false);
     let events: Vec<_> = closed.iter().map(|id| ("Closed", (*id).to_owned())).collect();
-    ("Update", seq, facts, false, events, [(); 0], [(); 0])
+    ("Update", seq, facts, false, false, events, [(); 0], [(); 0])
 }
 
 fn is_up(news: &ShimEvent, rank: u32, instance: u8) -> bool {
@@ -129,11 +129,11 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
     let ShimEvent::Facts(facts) = agent.next().await else { panic!("no facts") };
     assert_eq!((facts.available_tokens, facts.uncached_tokens, facts.dp_rank), (2000, 48, 2));
 
-    agent.handle.demote(2, "s#2").unwrap();
+    agent.handle.demote(2, 7, "s#2".into()).await.unwrap();
     agent.handle.sample_now(2).unwrap();
     agent.handle.audit(2, 9).unwrap();
-    assert!(matches!(agent.handle.demote(0, "s#2"), Err(Error::NoShim(0))));
-    let wanted = [framed(&("Demote", "s#2")), framed(&("SampleNow",)), framed(&("Audit", 9))];
+    assert!(matches!(agent.handle.demote(0, 8, "s#2".into()).await, Err(Error::NoShim(0))));
+    let wanted = [framed(&("Demote", 7, "s#2")), framed(&("SampleNow",)), framed(&("Audit", 9))];
     let wanted = wanted.concat();
     let read = tokio::task::spawn_blocking(move || {
         shim.stream.set_read_timeout(Some(SOON)).unwrap();
@@ -150,7 +150,7 @@ async fn what_a_shim_says_arrives_and_commands_reach_it() {
     drop(shim);
     let down = agent.next().await;
     assert!(matches!(&down, ShimEvent::Down { dp_rank: 2, .. }), "{down:?}");
-    while !matches!(agent.handle.demote(2, "s#2"), Err(Error::NoShim(2))) {
+    while !matches!(agent.handle.demote(2, 9, "s#2".into()).await, Err(Error::NoShim(2))) {
         assert!(tokio::time::timeout(SOON, agent.handle.changed()).await.unwrap());
     }
 }
@@ -186,7 +186,7 @@ async fn an_inert_shim_says_why_and_takes_no_commands() {
     let _shim = agent.shim_saying(1, 1, Some("unknown version"));
     let ShimEvent::Up(hello) = agent.next().await else { panic!("not up") };
     assert_eq!(hello.inert_reason.as_deref(), Some("unknown version"));
-    assert!(matches!(agent.handle.demote(1, "s"), Err(Error::NoShim(1))));
+    assert!(matches!(agent.handle.demote(1, 1, "s".into()).await, Err(Error::NoShim(1))));
 }
 
 #[tokio::test]

@@ -113,19 +113,19 @@ pub struct TrimHandle {
 
 impl TrimHandle {
     /// Answers a question. The trimmer makes a new plan for the turn in `session`, where the prompt
-    /// may have at most `tokens_max` tokens. If `session` is `None`, the turn runs unchanged.
+    /// may have at most `tokens_max` tokens. If `session` is `None`, the turn runs unchanged. Waits
+    /// for room in the queue of commands: each waiting turn has one question, so few wait.
     ///
     /// # Errors
-    /// If no trimmer is connected, its queue is full, or the session's id is too long.
-    pub fn answer(
+    /// If no trimmer is connected, or the session's id is too long.
+    pub async fn answer(
         &self,
         question: u64,
-        session: Option<&str>,
+        session: Option<String>,
         tokens_max: u32,
     ) -> Result<(), Error> {
-        let session = session.map(str::to_owned);
-        self.connections
-            .send_command(protocol::DP_RANK, &ShimCommand::Run { question, tokens_max, session })
+        let command = ShimCommand::Run { question, tokens_max, session };
+        self.connections.queue_command(protocol::DP_RANK, &command).await
     }
 }
 

@@ -465,7 +465,6 @@ impl Table {
             self.change_session(&key, |session| session.turns.waiting -= 1);
         }
         // A session with waiting turns doesn't expire, so its idle limit may have passed meanwhile.
-        self.schedule_deadline(&key);
         let session = &self.sessions[&key];
         let is_needed = self.tickets.iter().any(|(_, other)| other.is_of(session.generation));
         if session.state == State::Planned && !is_needed {

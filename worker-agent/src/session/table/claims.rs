@@ -200,7 +200,6 @@ impl Table {
                     session.sharing.update(true, session.turns.in_progress() <= 1);
                     session.idle_max = idle_max.map_or(session.idle_max, |idle| idle.min(idle_cap));
                 });
-                self.schedule_deadline(key);
             }
             None => {
                 let retention = self.choose_retention(requested)?;
@@ -225,7 +224,6 @@ impl Table {
         match (result, key) {
             (OpenResult::Opened, Some(key)) => {
                 self.change_session(&key, |session| session.state.move_row(State::Open));
-                self.schedule_deadline(&key);
                 self.close_if_due(now, &key);
                 self.close_unused(now, &key);
                 self.finish_reopen(now, &key, true);

@@ -119,6 +119,11 @@ impl Closes {
         self.0.contains_key(incarnation)
     }
 
+    /// Whether an incarnation on this rank is being closed.
+    pub(super) fn is_on_rank(&self, incarnation: &str, dp_rank: u32) -> bool {
+        self.0.get(incarnation).is_some_and(|close| close.dp_rank == dp_rank)
+    }
+
     /// Returns the ids of the incarnations on a rank that are being closed.
     pub(super) fn on_rank(&self, dp_rank: u32) -> impl Iterator<Item = &String> {
         self.of_rank(dp_rank).map(|(incarnation, _)| incarnation)

@@ -8,19 +8,14 @@
 //! `owner` sends. This module also makes sessions suspect: their history is uncertain until the
 //! shim, Berth's part in the engine's process, confirms it (see the module `engine`).
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use proto::id::SessionKey;
 
 use super::{
     CloseRequest, CloseResult, Doubt, Effect, Error, ExpectedHistory, GoneReason, Guard, Record,
-    Session, SessionEvent, State, Table, Tree, closes::Close,
+    Session, SessionEvent, State, Table, Tree, closes::Close, shim_requests::ShimTask,
 };
-
-/// How long a suspect session (one whose history is uncertain) waits for the shim's session table.
-/// The shim, Berth's part in the engine's process, reports a turn's end within a scheduler step.
-/// Even a long prefill step is shorter than this.
-const VERIFY_TIME_MAX: Duration = Duration::from_secs(5);
 
 impl Table {
     /// Takes over an incarnation that an earlier agent process left open: closes it, and counts its
@@ -90,8 +85,6 @@ impl Table {
         self.close_at_engine(now, key);
         self.sessions.reincarnate(key);
         self.change_session(key, |session| session.lose(reason));
-        let session = &self.sessions[key];
-        self.sessions.schedule(session.expires_at());
     }
 
     /// Closes a session at the engine whose shim did not answer the agent's request to demote the
@@ -104,9 +97,9 @@ impl Table {
         self.close_as_gone(now, key, reason);
     }
 
-    /// Makes a session suspect, because a turn's end left its history uncertain. The shim's session
-    /// table must then report the `expected` history. Without a shim or an expected history, closes
-    /// the session at the engine.
+    /// Makes a session suspect, because a turn's end left its history uncertain. The shim must then
+    /// report the `expected` history. Without a shim or an expected history, closes the session at
+    /// the engine.
     pub(super) fn make_suspect(
         &mut self,
         now: Instant,
@@ -117,15 +110,14 @@ impl Table {
         let (true, Some(expected)) = (can_verify, expected) else {
             return self.close_as_gone(now, key, GoneReason::HistoryUnknown);
         };
-        let until = now + VERIFY_TIME_MAX;
-        let otherwise = GoneReason::HistoryUnknown;
-        let doubt = Doubt { expected, until, is_table_requested: false, otherwise };
-        let (dp_rank, rid) = self.change_session(key, |session| {
+        let rid = self.sessions[key].state.lost_rid();
+        let request = self.request_of_shim(key, ShimTask::Inspect { rid, is_repeat: false });
+        let doubt = Doubt { expected, request, otherwise: GoneReason::HistoryUnknown };
+        let dp_rank = self.change_session(key, |session| {
             session.state.move_row(|row| State::Suspect { row: Some(row), doubt });
-            (session.dp_rank, session.state.lost_rid())
+            session.dp_rank
         });
-        self.effects.push(Effect::RequestShimTable { dp_rank, rid });
-        self.sessions.schedule(until);
+        self.send_shim_requests(now, dp_rank);
     }
 
     /// Handles an audit's finding that pages of a session's KV also belong to other sessions, or

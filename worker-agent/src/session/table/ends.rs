@@ -53,7 +53,6 @@ impl Table {
             session.turns.running -= 1;
             session.turns.last_end = now;
         });
-        self.schedule_deadline(&key);
         let session = &self.sessions[&key];
         // If the engine restarted during the turn, the session has nothing left to update.
         let is_current = inside.incarnation.as_ref() == Some(&session.incarnation);
@@ -62,9 +61,6 @@ impl Table {
         }
         self.close_corrupt(now, &key);
         self.close_outdated(now, &key);
-        if self.sessions.has(&key) {
-            self.schedule_deadline(&key);
-        }
         self.close_if_due(now, &key);
     }
 
@@ -146,8 +142,8 @@ impl Table {
                 }
             }
             Outcome::Partial if guards.is_on(Guard::RetractionSuspect) => {
-                // The reserved tokens stay counted until the shim's session table or a close makes
-                // the session certain.
+                // The reserved tokens stay counted until the shim's report or a close makes the
+                // session certain.
                 if is_open {
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }

@@ -2,8 +2,8 @@
 //!
 //! The shim is Berth's part in the engine's process. A foreign session is one that another client
 //! of the engine opened. An incarnation is one life of a session in the engine, and its id is the
-//! session's id there. A suspect session's history is uncertain until the shim's session table (a
-//! report of all sessions in the engine) confirms it.
+//! session's id there. A suspect session's history is uncertain until the shim, asked about this
+//! session, confirms it. What the shim reports without a request only concerns foreign sessions.
 //!
 //! This module does no I/O. The module `owner` receives the reports and calls these functions. The
 //! shim's plans for single turns are handled in the module `trim`.
@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use proto::id::SessionKey;
 
 use super::{
-    CloseResult, Doubt, Effect, EngineCapacity, Error, GoneReason, Row, SessionEvent, State, Table,
+    CloseResult, Doubt, EngineCapacity, Error, GoneReason, Guard, Row, Session, SessionEvent,
+    ShimRequest, State, Table, shim_requests::ShimTask,
 };
 
 /// The longest time by which the engine's load figures lag behind. Once a rank has been idle for
@@ -42,8 +43,16 @@ pub struct SessionReport {
     pub history_tokens: u64,
     /// Whether a turn of the session is in the engine.
     pub in_flight: bool,
-    /// Whether the report is part of a full session table, not a report of a change.
-    pub is_from_full_table: bool,
+}
+
+/// Which part of a full session table some reports of sessions are. Changes are neither its
+/// beginning nor its end.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TablePart {
+    /// Whether a full table begins with these reports.
+    pub begins_table: bool,
+    /// Whether a full table ends with these reports.
+    pub ends_table: bool,
 }
 
 impl Table {
@@ -71,23 +80,39 @@ impl Table {
     }
 
     /// Marks that the shim of `dp_rank` is connected. `can_demote`: whether the shim can give a
-    /// session's KV to the radix tree.
-    pub fn handle_shim_up(&mut self, dp_rank: u32, can_demote: bool) {
-        if self.shims.has_rank(dp_rank) {
-            self.shims.connect(dp_rank, can_demote);
-            // A full table follows each connection. It shows the sessions that the last agent
-            // process handed over; no other session is suspect without a shim.
-            self.mark_table_requested(dp_rank);
+    /// session's KV to the radix tree. Asks it about the sessions that the last agent process handed
+    /// over; no other session is suspect without a shim.
+    pub fn handle_shim_up(&mut self, now: Instant, dp_rank: u32, can_demote: bool) {
+        if !self.shims.has_rank(dp_rank) {
+            return;
         }
+        self.shims.connect(dp_rank, can_demote);
+        self.sessions.set_can_demote(dp_rank, can_demote);
+        let is_unasked = |session: &Session| {
+            let request = session.state.shim_request();
+            session.dp_rank == dp_rank && request.is_some_and(|request| request.number.is_none())
+        };
+        for key in self.sessions.keys(is_unasked) {
+            self.inspect_again(now, &key, None, false);
+        }
+        self.debug_check();
     }
 
-    /// Marks that a full session table was requested from the shim of `dp_rank`. That table will
-    /// show whether the histories of suspect sessions are the expected ones.
-    pub fn mark_table_requested(&mut self, dp_rank: u32) {
-        let of_rank = self.sessions.keys(|session| session.dp_rank == dp_rank);
-        of_rank
-            .iter()
-            .for_each(|key| self.sessions.update(key, |session| session.state.expect_table()));
+    /// Asks the shim once more about a suspect session. `until`: when the session is closed if that
+    /// doesn't help; `None` if the time begins when the request is sent.
+    fn inspect_again(
+        &mut self,
+        now: Instant,
+        key: &SessionKey,
+        until: Option<Instant>,
+        is_repeat: bool,
+    ) {
+        let request = self.request_of_shim(key, ShimTask::Inspect { rid: None, is_repeat });
+        let dp_rank = self.sessions.update(key, |session| {
+            session.state.request_again(ShimRequest { until, ..request });
+            session.dp_rank
+        });
+        self.send_shim_requests(now, dp_rank);
     }
 
     /// Handles the loss of the shim's connection for `dp_rank`. Discards what the shim reported,
@@ -97,67 +122,78 @@ impl Table {
             return;
         }
         self.shims.disconnect(dp_rank);
-        let keys = self.sessions.keys(|session| {
-            session.dp_rank == dp_rank && session.state.awaits_shim_until().is_some()
-        });
+        self.sessions.set_can_demote(dp_rank, false);
+        self.shim_requests.clear(dp_rank);
+        let keys = self
+            .sessions
+            .keys(|session| session.dp_rank == dp_rank && session.state.shim_request().is_some());
         keys.iter().for_each(|key| self.close_without_answer(now, key));
         self.process_queue(now);
         self.debug_check();
     }
 
     /// Handles the shim's report of one session.
-    pub fn handle_session_report(&mut self, now: Instant, dp_rank: u32, report: &SessionReport) {
+    fn handle_session_report(&mut self, now: Instant, dp_rank: u32, report: &SessionReport) {
         if let Some(key) = self.sessions.key_of(&report.id).cloned() {
             // The engine opens a session on every rank, but its history is on one rank only.
-            if self.sessions[&key].dp_rank == dp_rank {
-                self.handle_own_session(now, &key, report);
+            let is_rank_of_session = self.sessions[&key].dp_rank == dp_rank;
+            if is_rank_of_session && !self.settings.guards.is_on(Guard::AnswerMatched) {
+                self.settle_by_report(now, &key, report);
             }
-            return self.debug_check();
+            return;
         }
         if self.closes.contains(&report.id) || self.sessions.has_made(&report.id) {
             return;
         }
         self.shims.report_foreign(dp_rank, report, self.engine.page_tokens);
-        self.debug_check();
     }
 
-    /// Handles the shim's report of a session that is in the table.
-    fn handle_own_session(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
-        let session = &self.sessions[key];
-        match session.state {
-            // Only a table that was requested after the uncertain turn counts. An earlier table may
-            // describe the state before that turn.
-            State::Suspect { doubt, .. }
-                if doubt.is_table_requested && report.is_from_full_table =>
-            {
-                self.settle_doubt(now, key, doubt, report);
-            }
+    /// Takes any report of a session for the answer that it awaits. Only the simulation does that.
+    fn settle_by_report(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
+        match self.sessions[key].state {
+            State::Suspect { doubt, .. } => self.settle_doubt(now, key, doubt, Some(report)),
             State::Demoting { .. } if !report.holds_row && !report.in_flight => {
-                self.handle_demote_result(now, &report.id, true)
+                self.settle_demotion(now, key, true);
             }
             _ => {}
         }
     }
 
-    /// Handles the report of a suspect session in a table that was requested for it.
+    /// Handles the shim's answer to the [`Effect::Inspect`](super::Effect::Inspect) with this
+    /// number. `None`: the engine doesn't have the session.
+    pub fn handle_inspection(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        number: u64,
+        report: Option<&SessionReport>,
+    ) {
+        if let Some(key) = self.take_shim_answer(now, dp_rank, number)
+            && let State::Suspect { doubt, .. } = self.sessions[&key].state
+        {
+            self.settle_doubt(now, &key, doubt, report);
+        }
+        self.debug_check();
+    }
+
+    /// Handles what the shim has found of a suspect session.
     fn settle_doubt(
         &mut self,
         now: Instant,
         key: &SessionKey,
         doubt: Doubt,
-        report: &SessionReport,
+        report: Option<&SessionReport>,
     ) {
-        if report.in_flight {
-            // The uncertain turn has not ended yet, so the session table must be requested again.
-            let dp_rank = self.sessions.update(key, |session| {
-                session.state.expect_no_table();
-                session.dp_rank
-            });
-            return self.effects.push(Effect::RequestShimTable { dp_rank, rid: None });
+        if report.is_some_and(|report| report.in_flight) {
+            // The uncertain turn has not ended yet.
+            return self.inspect_again(now, key, doubt.request.until, true);
         }
         // A demoted session takes a row only for a turn, and this process has run none.
         let may_hold_row = self.sessions[key].state.row().is_some();
-        if doubt.expected.matches(report.history_tokens) && (may_hold_row || !report.holds_row) {
+        let expected = report.filter(|report| {
+            doubt.expected.matches(report.history_tokens) && (may_hold_row || !report.holds_row)
+        });
+        if let Some(report) = expected {
             let is_handed = doubt.otherwise == GoneReason::NotTakenOver;
             let event = if is_handed { SessionEvent::TakenOver } else { SessionEvent::Verified };
             self.effects.report_event(key, event);
@@ -167,31 +203,35 @@ impl Table {
                 let row = Row { resident_tokens, ..Row::default() };
                 session.state.clear_doubt(report.holds_row.then_some(row));
             });
-            // The session has a deadline of its own again.
-            self.schedule_deadline(key);
         } else {
             self.close_as_gone(now, key, doubt.otherwise);
         }
         self.process_queue(now);
     }
 
-    /// Handles the end of a full session table. `reported_ids` are the ids of all sessions that the
-    /// shim sees.
-    pub fn handle_session_table(&mut self, now: Instant, dp_rank: u32, reported_ids: &[&str]) {
-        let known_ids = self.closes.on_rank(dp_rank).chain(self.shims.foreign_ids(dp_rank));
-        let gone_ids: Vec<String> =
-            known_ids.filter(|id| !reported_ids.contains(&id.as_str())).cloned().collect();
-        gone_ids.iter().for_each(|id| self.handle_session_gone(now, dp_rank, id));
-        // A suspect session that is not in the table which was requested for it is closed.
-        let missing = self.sessions.keys(|session| {
-            let is_listed = || reported_ids.contains(&session.incarnation.as_str());
-            session.dp_rank == dp_rank && session.state.awaits_table() && !is_listed()
-        });
-        if !missing.is_empty() {
-            missing.iter().for_each(|key| self.close_without_answer(now, key));
-            self.process_queue(now);
-            self.debug_check();
+    /// Handles the shim's reports of sessions that have changed, or that are part of a full table.
+    ///
+    /// The end of a full table means that the engine doesn't have the foreign sessions that it
+    /// lacks. It proves nothing of the agent's own sessions: one that the agent opens or closes
+    /// meanwhile may be listed or not. The shim reports each that ends, and a close is repeated
+    /// until the engine confirms it.
+    pub fn handle_session_reports(
+        &mut self,
+        now: Instant,
+        dp_rank: u32,
+        part: TablePart,
+        reports: &[SessionReport],
+    ) {
+        if part.begins_table {
+            self.shims.begin_table(dp_rank);
         }
+        reports.iter().for_each(|report| self.handle_session_report(now, dp_rank, report));
+        let is_guard_on = self.settings.guards.is_on(Guard::TableComplete);
+        let is_complete = part.ends_table || (part.begins_table && !is_guard_on);
+        if is_complete && self.shims.end_table(dp_rank) {
+            self.process_queue(now);
+        }
+        self.debug_check();
     }
 
     /// Handles the shim's report that a session is closed in the engine.
@@ -208,7 +248,7 @@ impl Table {
             // Another client of the engine closed the session.
             self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
         }
-        if self.closes.on_rank(dp_rank).any(|closing| closing == id) {
+        if self.closes.is_on_rank(id, dp_rank) {
             self.handle_close_result(now, id, CloseResult::Confirmed);
         }
         if self.shims.forget_foreign(dp_rank, id) {
@@ -249,7 +289,10 @@ impl Table {
         self.closes.clear();
         self.tickets.forget_samples();
         self.reset_weights();
-        self.shims.disconnect_all();
+        for dp_rank in self.shims.disconnect_all() {
+            self.sessions.set_can_demote(dp_rank, false);
+            self.shim_requests.clear(dp_rank);
+        }
         let keys = self.sessions.keys(|_| true);
         for key in &keys {
             let is_lost_already = matches!(

@@ -20,7 +20,7 @@ use proto::id::{Digest, SessionKey};
 
 use super::{
     Doubt, Error, ExpectedHistory, GoneReason, Guard, PrefixTracker, Row, Session, SessionEvent,
-    State, Table, Tree, TurnCounts,
+    ShimRequest, State, Table, Tree, TurnCounts,
 };
 use crate::session::{
     EngineHistory,
@@ -28,8 +28,8 @@ use crate::session::{
     journal::OpenIncarnation,
 };
 
-/// How long a session that was handed over waits for the shim's session table. The shim tries to
-/// connect to the new process once a second, and reports within a scheduler step.
+/// How long a session that was handed over waits for the shim. The shim tries to connect to the new
+/// process once a second.
 const TAKE_OVER_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// What the journal and the last agent process have left to this one.
@@ -56,12 +56,9 @@ impl Table {
     /// engine or of the shim is about to settle. While turns are held back, that counts as one.
     #[must_use]
     pub fn unsettled_count(&self) -> usize {
-        let is_unsettled = |session: &Session| {
-            matches!(session.state, State::Opening(_))
-                || session.state.awaits_shim_until().is_some()
-        };
-        let is_held = usize::from(self.hold_reason().is_some());
-        self.tickets.inside().count() + self.sessions.keys(is_unsettled).len() + is_held
+        let ranks = self.sessions.all_ranks();
+        let unsettled: usize = ranks.map(|rank| rank.opening + rank.await_shim).sum();
+        self.turns_inside() + unsettled + usize::from(self.hold_reason().is_some())
     }
 
     /// Returns what the next agent process needs to go on with the sessions.
@@ -154,8 +151,8 @@ impl Table {
         }
         let doubt = Doubt {
             expected: ExpectedHistory::Exactly(handed.history_tokens),
-            until: now + TAKE_OVER_TIME_MAX,
-            is_table_requested: false,
+            // The shim is asked as soon as it is there.
+            request: ShimRequest { number: None, until: Some(now + TAKE_OVER_TIME_MAX) },
             otherwise: GoneReason::NotTakenOver,
         };
         State::Suspect { row, doubt }
@@ -179,7 +176,6 @@ impl Table {
         age: Duration,
     ) {
         let (is_gone, was_open) = (state.is_gone(), handed.is_open());
-        let deadline = state.awaits_shim_until();
         let rank_count = u32::try_from(self.engine.ranks.len()).expect("few ranks");
         let idle = Duration::from_millis(handed.idle_ms).saturating_add(age);
         let last_end = now.checked_sub(idle).unwrap_or(now);
@@ -211,10 +207,6 @@ impl Table {
             idle_max: Duration::from_millis(handed.idle_ms_max),
             parent: handed.parent.map(Digest),
         });
-        match deadline {
-            Some(until) => self.sessions.schedule(until),
-            None => self.schedule_deadline(key),
-        }
         if is_gone && was_open {
             self.effects.report_event(key, SessionEvent::NotTakenOver);
         }

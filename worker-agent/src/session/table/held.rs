@@ -1,6 +1,6 @@
 //! Counts what sessions hold of a rank: request rows, and tokens of KV.
 
-use std::ops::Add;
+use std::ops::{Add, Sub};
 
 use super::Row;
 
@@ -24,5 +24,13 @@ impl Add for Held {
 
     fn add(self, other: Self) -> Self {
         Self { rows: self.rows + other.rows, tokens: self.tokens + other.tokens }
+    }
+}
+
+impl Sub for Held {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self { rows: self.rows - other.rows, tokens: self.tokens - other.tokens }
     }
 }

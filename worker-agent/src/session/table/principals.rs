@@ -2,19 +2,27 @@
 //!
 //! A principal is the client that a router has authenticated; it is part of each session's key. The
 //! table asks this module how much of a rank each principal holds, so that one principal can't take
-//! what all need. This module decides nothing.
+//! what all need. It also asks which session has been at rest for the longest time. This module
+//! decides nothing.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
 
 use proto::id::SessionKey;
 
-use super::held::Held;
+use super::{Session, held::Held, keys_by_time::KeysByTime};
 
 /// The sessions of all principals.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Principals {
     /// By principal. A principal without sessions has no entry.
     principals: BTreeMap<String, PrincipalSessions>,
+    /// The principals by the number of their sessions.
+    by_size: BTreeSet<(usize, String)>,
+    /// The shared sessions at rest of all principals.
+    shared_at_rest: KeysByTime,
     /// By rank: the sessions that hold a row. Includes ranks that no longer exist.
     row_holders: Vec<BTreeSet<SessionKey>>,
 }
@@ -25,27 +33,104 @@ struct PrincipalSessions {
     sessions: usize,
     /// By rank: what the sessions hold. A rank on which they hold nothing has no entry.
     held: BTreeMap<u32, Held>,
+    /// The sessions at rest, by the end of their last turn: the shared ones, and the exclusive ones.
+    shared_at_rest: KeysByTime,
+    exclusive_at_rest: KeysByTime,
+}
+
+/// A session that has no turn, and that may be closed or will expire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RestingSession {
+    /// When its last turn ended.
+    since: Instant,
+    is_exclusive: bool,
+}
+
+impl RestingSession {
+    /// Returns the session's rest; `None` if it is not at rest.
+    pub(super) fn from_session(session: &Session) -> Option<Self> {
+        let rest = Self { since: session.turns.last_end, is_exclusive: session.is_exclusive() };
+        session.can_expire().then_some(rest)
+    }
 }
 
 impl Principals {
     /// Counts a new session, which holds nothing.
     pub(super) fn add_session(&mut self, key: &SessionKey) {
-        match self.principals.get_mut(key.principal()) {
-            Some(principal) => principal.sessions += 1,
-            None => {
-                let first = PrincipalSessions { sessions: 1, ..PrincipalSessions::default() };
-                self.principals.insert(key.principal().to_owned(), first);
-            }
-        }
+        let principal = match self.principals.get_mut(key.principal()) {
+            Some(principal) => principal,
+            None => self.principals.entry(key.principal().to_owned()).or_default(),
+        };
+        principal.sessions += 1;
+        let sessions = principal.sessions;
+        self.resize(key.principal(), sessions - 1, sessions);
     }
 
-    /// Forgets a session that holds nothing.
+    /// Forgets a session that holds nothing and is not counted as at rest.
     pub(super) fn remove_session(&mut self, key: &SessionKey) {
         let Some(principal) = self.principals.get_mut(key.principal()) else { return };
         principal.sessions -= 1;
-        if principal.sessions == 0 {
+        let sessions = principal.sessions;
+        if sessions == 0 {
             self.principals.remove(key.principal());
         }
+        self.resize(key.principal(), sessions + 1, sessions);
+    }
+
+    /// Notes that a principal has `to` sessions instead of `from`.
+    fn resize(&mut self, principal: &str, from: usize, to: usize) {
+        if from > 0 {
+            self.by_size.remove(&(from, principal.to_owned()));
+        }
+        if to > 0 {
+            self.by_size.insert((to, principal.to_owned()));
+        }
+    }
+
+    /// Notes that a session came to rest, or that its rest has ended.
+    pub(super) fn change_resting(
+        &mut self,
+        key: &SessionKey,
+        from: Option<RestingSession>,
+        to: Option<RestingSession>,
+    ) {
+        if from == to {
+            return;
+        }
+        let since = |resting: Option<RestingSession>, is_exclusive| {
+            resting.filter(|it| it.is_exclusive == is_exclusive).map(|it| it.since)
+        };
+        self.shared_at_rest.change(key, since(from, false), since(to, false));
+        if let Some(principal) = self.principals.get_mut(key.principal()) {
+            principal.shared_at_rest.change(key, since(from, false), since(to, false));
+            principal.exclusive_at_rest.change(key, since(from, true), since(to, true));
+        }
+    }
+
+    /// Returns the shared session that has been at rest for the longest time: of one principal, or
+    /// of all.
+    pub(super) fn longest_shared_rest(&self, principal: Option<&str>) -> Option<&SessionKey> {
+        let at_rest = match principal {
+            None => Some(&self.shared_at_rest),
+            Some(principal) => {
+                self.principals.get(principal).map(|principal| &principal.shared_at_rest)
+            }
+        };
+        at_rest.and_then(KeysByTime::first).map(|(_, key)| key)
+    }
+
+    /// Returns the session that has been at rest for the longest time, and since when, of each
+    /// principal with more than `sessions` sessions, the one with the most first.
+    pub(super) fn longest_rests_beyond(
+        &self,
+        sessions: usize,
+    ) -> impl Iterator<Item = &(Instant, SessionKey)> {
+        let larger = self.by_size.iter().rev().take_while(move |(count, _)| *count > sessions);
+        larger.filter_map(|(_, principal)| {
+            let principal = self.principals.get(principal)?;
+            let rests = [&principal.shared_at_rest, &principal.exclusive_at_rest];
+            rests.into_iter().filter_map(KeysByTime::first).min()
+        })
     }
 
     /// Notes that what a session holds has changed.
@@ -87,7 +172,7 @@ impl Principals {
 
     /// Returns the number of sessions of the principal that has the most.
     pub(super) fn largest(&self) -> usize {
-        self.principals.values().map(|principal| principal.sessions).max().unwrap_or(0)
+        self.by_size.last().map_or(0, |(sessions, _)| *sessions)
     }
 
     /// Returns what the sessions of a principal hold on a rank.
@@ -111,6 +196,9 @@ impl Principals {
     /// Checks that the counts match those of `counted`, which were made from all sessions.
     pub(super) fn check_invariants(&self, counted: &Self) {
         assert_eq!(self.principals, counted.principals, "a principal's sessions are miscounted");
+        assert_eq!(self.by_size, counted.by_size, "the order of the principals is wrong");
+        let (known, found) = (&self.shared_at_rest, &counted.shared_at_rest);
+        assert_eq!(known, found, "the order of the sessions at rest is wrong");
         let holders = |all: &Self| all.row_holders.iter().flatten().cloned().collect::<Vec<_>>();
         assert_eq!(holders(self), holders(counted), "the sessions that hold rows differ");
     }

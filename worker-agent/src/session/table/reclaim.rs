@@ -21,7 +21,10 @@ use std::{
 use proto::{gaps, id::SessionKey};
 use service::refusal::Code;
 
-use super::{Effect, Error, GoneReason, Guard, Session, SessionEvent, State, Table, held::Held};
+use super::{
+    Error, GoneReason, Guard, Session, SessionEvent, State, Table, held::Held,
+    shim_requests::ShimTask,
+};
 
 /// The resource that a turn or session lacks, with the figures for its error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,10 +84,6 @@ struct Missing {
 /// The longest time after which a session's next turn comes "soon". For a session that resumes
 /// later, keeping its KV doesn't pay.
 const RESUMES_SOON_MAX: Duration = Duration::from_secs(120);
-
-/// The longest time that a demotion may take. The shim demotes within two scheduler steps, and even
-/// a long prefill step is shorter than this.
-const DEMOTION_TIME_MAX: Duration = Duration::from_secs(5);
 
 impl Table {
     /// Starts to free room for a shortage, if sessions that may give way hold enough of it. Returns
@@ -312,58 +311,44 @@ impl Table {
 
     /// Asks the shim to demote a session. `is_asked`: whether its owner or an operator wants that.
     fn begin_demotion(&mut self, now: Instant, key: &SessionKey, is_asked: bool) {
-        let until = now + DEMOTION_TIME_MAX;
-        let (dp_rank, incarnation) = self.change_session(key, |session| {
-            session.state.move_row(|row| State::Demoting { row, until, is_asked });
-            (session.dp_rank, session.incarnation.clone())
+        let request = self.request_of_shim(key, ShimTask::Demote);
+        let dp_rank = self.change_session(key, |session| {
+            session.state.move_row(|row| State::Demoting { row, request, is_asked });
+            session.dp_rank
         });
-        self.effects.push(Effect::Demote { dp_rank, incarnation });
-        self.sessions.schedule(until);
+        self.send_shim_requests(now, dp_rank);
     }
 
-    /// Demotes sessions that the agent pinned on its own and that did not come back within
-    /// `demote_idle`. From then on, the engine may evict their KV when it is used least.
-    pub(super) fn demote_idle_sessions(&mut self, now: Instant) {
-        let keys = self.sessions.keys(|session| {
-            self.is_idle_auto_pin(session)
-                && session.turns.last_end + self.settings.demote_idle <= now
-        });
-        keys.iter().for_each(|key| self.release_kv(now, key));
+    /// Handles the shim's answer to the [`Effect::Demote`](super::Effect::Demote) with this number.
+    /// `is_demoted`: the session's KV is in the radix tree now.
+    pub fn handle_demotion(&mut self, now: Instant, dp_rank: u32, number: u64, is_demoted: bool) {
+        if let Some(key) = self.take_shim_answer(now, dp_rank, number) {
+            self.settle_demotion(now, &key, is_demoted);
+        }
+        self.debug_check();
     }
 
-    /// Handles the shim's answer to an [`Effect::Demote`]. `is_demoted`: the session's KV is in the
-    /// radix tree now.
-    pub fn handle_demote_result(&mut self, now: Instant, incarnation: &str, is_demoted: bool) {
-        let Some(key) = self.sessions.key_of(incarnation).cloned() else { return };
-        let State::Demoting { is_asked, .. } = self.sessions[&key].state else { return };
-        if self.continue_reopen(now, &key, is_demoted) {
+    /// Ends the demotion of a session.
+    pub(super) fn settle_demotion(&mut self, now: Instant, key: &SessionKey, is_demoted: bool) {
+        let State::Demoting { is_asked, .. } = self.sessions[key].state else { return };
+        if self.continue_reopen(now, key, is_demoted) {
             // The demotion was the first step of replacing the incarnation, which has continued.
         } else if is_demoted {
-            self.effects.report_event(&key, SessionEvent::Demoted);
-            self.change_session(&key, |session| session.state.drop_row());
+            self.effects.report_event(key, SessionEvent::Demoted);
+            self.change_session(key, |session| session.state.drop_row());
         } else if is_asked {
-            self.change_session(&key, |session| session.state.move_row(State::Open));
-            // The session has a deadline of its own again.
-            self.schedule_deadline(&key);
+            self.change_session(key, |session| session.state.move_row(State::Open));
         } else {
-            self.close_as_gone(now, &key, GoneReason::Reclaimed);
+            self.close_as_gone(now, key, GoneReason::Reclaimed);
         }
         self.process_queue(now);
-        self.debug_check();
     }
 
     /// Returns what the demotions and closes in progress will free.
     fn room_being_freed(&self, now: Instant, dp_rank: u32) -> Held {
-        let page_tokens = self.engine.page_tokens;
-        let holders = self.sessions.principals().row_holders(dp_rank);
-        let demoting = holders.filter_map(|key| match &self.sessions[key] {
-            session @ Session { state: State::Demoting { .. }, .. } => {
-                Some(Held { rows: 1, tokens: self.round_to_pages(session.resident_tokens()) })
-            }
-            _ => None,
-        });
-        let closing = self.closes.being_freed(now, dp_rank, page_tokens, self.settings.stuck_after);
-        demoting.fold(closing, |sum, held| sum + held)
+        let (page_tokens, stuck_after) = (self.engine.page_tokens, self.settings.stuck_after);
+        let being_closed = self.closes.being_freed(now, dp_rank, page_tokens, stuck_after);
+        self.sessions.rank(dp_rank).being_demoted + being_closed
     }
 }
 

@@ -2,18 +2,24 @@
 //!
 //! A session is a conversation of ordered turns. An incarnation is one life of a session in the
 //! engine. Each change of a session goes through [`Sessions::update`], which keeps the figures of
-//! the session's rank right. This module decides nothing. It knows neither turns nor closes, except
-//! for the counts that a session keeps of its turns.
+//! the session's rank and the order of the deadlines right. So no message costs more than the
+//! sessions that it concerns, however many there are. This module decides nothing. It knows neither
+//! turns nor closes, except for the counts that a session keeps of its turns.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     ops::{AddAssign, Index, SubAssign},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use proto::id::SessionKey;
 
-use super::{Effects, Guard, Session, TableSettings, held::Held, principals::Principals};
+use super::{
+    Effects, Guard, Session, State, TableSettings,
+    held::Held,
+    keys_by_time::KeysByTime,
+    principals::{Principals, RestingSession},
+};
 
 /// All sessions of the table.
 #[derive(Debug)]
@@ -34,8 +40,14 @@ pub(super) struct Sessions {
     incarnation_count: u64,
     /// The number of sessions inserted so far.
     generation_count: u64,
-    /// No session has a deadline before this time. `None`: no session has a deadline.
-    earliest_deadline: Option<Instant>,
+    /// The sessions that something must be done about at a time if nothing happens to them before.
+    deadlines: KeysByTime,
+    /// Whether sessions expire; see [`Guard::Expiry`].
+    is_expiry_on: bool,
+    /// When an idle session that the agent pinned on its own is demoted.
+    demote_idle: Duration,
+    /// By rank: whether its shim can demote sessions.
+    can_demote: Vec<bool>,
 }
 
 /// What the sessions of one rank hold.
@@ -46,6 +58,22 @@ pub(super) struct RankSessions {
     pub(super) held: Held,
     /// Estimated KV tokens that unpinned sessions have in the radix tree.
     pub(super) tree_tokens: u64,
+    /// Sessions that the engine was asked to open.
+    pub(super) opening: usize,
+    /// Sessions that close when their last running turn has ended.
+    pub(super) closing: usize,
+    /// Sessions about which an answer of the shim is awaited.
+    pub(super) await_shim: usize,
+    /// The part of `held` that demotions in progress will free.
+    pub(super) being_demoted: Held,
+}
+
+/// What the table keeps of a session outside of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Indexed {
+    counted: RankSessions,
+    deadline: Option<Instant>,
+    resting: Option<RestingSession>,
 }
 
 impl Sessions {
@@ -61,14 +89,34 @@ impl Sessions {
             is_incarnation_fresh: settings.guards.is_on(Guard::FreshIncarnation),
             incarnation_count: 0,
             generation_count: 0,
-            earliest_deadline: None,
+            deadlines: KeysByTime::default(),
+            is_expiry_on: settings.guards.is_on(Guard::Expiry),
+            demote_idle: settings.demote_idle,
+            can_demote: vec![],
         }
     }
 
     /// Sets the engine's ranks and page size. The sessions must hold nothing.
     pub(super) fn set_engine(&mut self, rank_count: usize, page_tokens: u64) {
         self.page_tokens = page_tokens;
-        self.ranks.resize(rank_count.max(self.ranks.len()), RankSessions::default());
+        let rank_count = rank_count.max(self.ranks.len());
+        self.ranks.resize(rank_count, RankSessions::default());
+        self.can_demote.resize(rank_count, false);
+    }
+
+    /// Sets whether the shim of an existing rank can demote sessions.
+    pub(super) fn set_can_demote(&mut self, dp_rank: u32, can_demote: bool) {
+        if self.can_demote[dp_rank as usize] == can_demote {
+            return;
+        }
+        // Only sessions that hold a row have a deadline that depends on the shim.
+        let keys: Vec<SessionKey> = self.principals.row_holders(dp_rank).cloned().collect();
+        let before = keys.iter().map(|key| self.deadline(&self.sessions[key])).collect::<Vec<_>>();
+        self.can_demote[dp_rank as usize] = can_demote;
+        for (key, before) in keys.iter().zip(before) {
+            let after = self.deadline(&self.sessions[key]);
+            self.deadlines.change(key, before, after);
+        }
     }
 
     pub(super) fn get(&self, key: &SessionKey) -> Option<&Session> {
@@ -103,6 +151,11 @@ impl Sessions {
         &self.principals
     }
 
+    /// Returns the figures of all ranks together, without what sessions hold.
+    pub(super) fn all_ranks(&self) -> impl Iterator<Item = &RankSessions> {
+        self.ranks.iter()
+    }
+
     /// Returns what the sessions of a rank hold.
     pub(super) fn rank(&self, dp_rank: u32) -> RankSessions {
         self.ranks[dp_rank as usize]
@@ -117,11 +170,9 @@ impl Sessions {
     ) {
         self.generation_count += 1;
         let session = make(self.next_incarnation(key), self.generation_count);
-        self.schedule(session.expires_at());
-        let counted = RankSessions::from_session(&session, self.page_tokens);
-        self.ranks[session.dp_rank as usize] += counted;
+        let indexed = self.indexed(&session);
         self.principals.add_session(key);
-        self.principals.change_held(key, session.dp_rank, Held::default(), counted.held);
+        self.index(key, session.dp_rank, None, Some(indexed));
         self.keys_by_incarnation.insert(session.incarnation.clone(), key.clone());
         self.sessions.insert(key.clone(), session);
         effects.report_change(key);
@@ -130,9 +181,8 @@ impl Sessions {
     /// Removes a session.
     pub(super) fn remove(&mut self, effects: &mut Effects, key: &SessionKey) {
         if let Some(session) = self.sessions.remove(key) {
-            let counted = RankSessions::from_session(&session, self.page_tokens);
-            self.ranks[session.dp_rank as usize] -= counted;
-            self.principals.change_held(key, session.dp_rank, counted.held, Held::default());
+            let indexed = self.indexed(&session);
+            self.index(key, session.dp_rank, Some(indexed), None);
             self.principals.remove_session(key);
             self.keys_by_incarnation.remove(&session.incarnation);
             effects.report_change(key);
@@ -157,15 +207,82 @@ impl Sessions {
         key: &SessionKey,
         change: impl FnOnce(&mut Session) -> T,
     ) -> T {
+        let before = self.indexed(&self[key]);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
-        let rank = &mut self.ranks[session.dp_rank as usize];
-        let before = RankSessions::from_session(session, self.page_tokens);
-        *rank -= before;
-        let result = change(session);
-        let after = RankSessions::from_session(session, self.page_tokens);
-        *rank += after;
-        self.principals.change_held(key, session.dp_rank, before.held, after.held);
+        let (dp_rank, result) = (session.dp_rank, change(session));
+        let after = self.indexed(&self[key]);
+        self.index(key, dp_rank, Some(before), Some(after));
         result
+    }
+
+    fn indexed(&self, session: &Session) -> Indexed {
+        Indexed {
+            counted: RankSessions::from_session(session, self.page_tokens),
+            deadline: self.deadline(session),
+            resting: RestingSession::from_session(session),
+        }
+    }
+
+    /// Counts a session as `to`, no longer as `from`. `None`: it is not there.
+    fn index(
+        &mut self,
+        key: &SessionKey,
+        dp_rank: u32,
+        from: Option<Indexed>,
+        to: Option<Indexed>,
+    ) {
+        if from == to {
+            return;
+        }
+        let held = |indexed: Option<Indexed>| indexed.map_or(Held::default(), |it| it.counted.held);
+        let deadline = |indexed: Option<Indexed>| indexed.and_then(|it| it.deadline);
+        let resting = |indexed: Option<Indexed>| indexed.and_then(|it| it.resting);
+        let rank = &mut self.ranks[dp_rank as usize];
+        from.iter().for_each(|from| *rank -= from.counted);
+        to.iter().for_each(|to| *rank += to.counted);
+        self.deadlines.change(key, deadline(from), deadline(to));
+        self.principals.change_held(key, dp_rank, held(from), held(to));
+        self.principals.change_resting(key, resting(from), resting(to));
+    }
+
+    /// Returns when something must be done about a session if nothing happens to it until then:
+    /// close it, because the shim has not answered or its idle limit has passed, or demote it.
+    /// `None` if that can't be, for example because a turn of it runs.
+    fn deadline(&self, session: &Session) -> Option<Instant> {
+        if let Some(request) = session.state.shim_request() {
+            return request.until;
+        }
+        let demote_at = self.is_idle_auto_pin(session).then(|| self.demotes_at(session));
+        let expires_at = self.may_expire(session).then(|| session.expires_at());
+        [demote_at, expires_at].into_iter().flatten().min()
+    }
+
+    /// Whether the session's idle time counts towards its idle limit.
+    pub(super) fn may_expire(&self, session: &Session) -> bool {
+        self.is_expiry_on && session.can_expire()
+    }
+
+    /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
+    /// can demote it.
+    pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
+        let is_at_rest = session.state.is_open() && session.can_expire();
+        is_at_rest && session.has_auto_retention() && self.can_demote[session.dp_rank as usize]
+    }
+
+    /// Returns when an idle session that the agent pinned on its own is demoted. From then on, the
+    /// engine may evict its KV when it is used least.
+    pub(super) fn demotes_at(&self, session: &Session) -> Instant {
+        session.turns.last_end + self.demote_idle
+    }
+
+    /// Returns the earliest deadline of a session.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.first().map(|(deadline, _)| *deadline)
+    }
+
+    /// Returns the sessions whose deadline has passed, that with the earliest one first.
+    pub(super) fn due(&self, now: Instant) -> Vec<SessionKey> {
+        self.deadlines.until(now)
     }
 
     /// Gives a session a new incarnation id, so that a late close of the old incarnation can't
@@ -201,35 +318,23 @@ impl Sessions {
         }
     }
 
-    /// Makes sure that the sessions are looked at when `deadline` passes.
-    pub(super) fn schedule(&mut self, deadline: Instant) {
-        let earliest = self.earliest_deadline.map_or(deadline, |before| before.min(deadline));
-        self.earliest_deadline = Some(earliest);
-    }
-
-    pub(super) fn earliest_deadline(&self) -> Option<Instant> {
-        self.earliest_deadline
-    }
-
-    /// Replaces all deadlines.
-    pub(super) fn set_earliest_deadline(&mut self, deadline: Option<Instant>) {
-        self.earliest_deadline = deadline;
-    }
-
-    /// Checks that the figures of each rank match a fresh count, and that each session is known by
-    /// its incarnation id.
+    /// Checks that the figures of each rank and the orders match a fresh count, and that each
+    /// session is known by its incarnation id.
     pub(super) fn check_invariants(&self) {
         let mut counted = vec![RankSessions::default(); self.ranks.len()];
-        let mut principals = Principals::default();
+        let (mut principals, mut deadlines) = (Principals::default(), KeysByTime::default());
         for (key, session) in &self.sessions {
-            let of_session = RankSessions::from_session(session, self.page_tokens);
-            counted[session.dp_rank as usize] += of_session;
+            let indexed = self.indexed(session);
+            counted[session.dp_rank as usize] += indexed.counted;
             principals.add_session(key);
-            principals.change_held(key, session.dp_rank, Held::default(), of_session.held);
+            principals.change_held(key, session.dp_rank, Held::default(), indexed.counted.held);
+            principals.change_resting(key, None, indexed.resting);
+            deadlines.change(key, None, indexed.deadline);
             let known_key = self.keys_by_incarnation.get(&session.incarnation);
             assert_eq!(known_key, Some(key), "`keys_by_incarnation` names another session");
         }
         assert_eq!(counted, self.ranks, "the totals differ from a fresh count");
+        assert_eq!(deadlines, self.deadlines, "the deadlines differ from a fresh list");
         self.principals.check_invariants(&principals);
         let known_count = self.keys_by_incarnation.len();
         assert_eq!(known_count, self.sessions.len(), "an incarnation of no session is known");
@@ -246,8 +351,21 @@ impl Index<&SessionKey> for Sessions {
 
 impl RankSessions {
     fn from_session(session: &Session, page_tokens: u64) -> Self {
-        let tree_tokens = session.state.tree().map_or(0, |tree| tree.resident_tokens);
-        Self { sessions: 1, held: Held::from_row(session.state.row(), page_tokens), tree_tokens }
+        let state = &session.state;
+        let resident_tokens = session.resident_tokens().next_multiple_of(page_tokens);
+        let being_demoted = match state {
+            State::Demoting { .. } => Held { rows: 1, tokens: resident_tokens },
+            _ => Held::default(),
+        };
+        Self {
+            sessions: 1,
+            held: Held::from_row(state.row(), page_tokens),
+            tree_tokens: state.tree().map_or(0, |tree| tree.resident_tokens),
+            opening: usize::from(matches!(state, State::Opening(_))),
+            closing: usize::from(state.is_closing()),
+            await_shim: usize::from(state.shim_request().is_some()),
+            being_demoted,
+        }
     }
 }
 
@@ -256,14 +374,21 @@ impl AddAssign for RankSessions {
         self.sessions += other.sessions;
         self.held = self.held + other.held;
         self.tree_tokens += other.tree_tokens;
+        self.opening += other.opening;
+        self.closing += other.closing;
+        self.await_shim += other.await_shim;
+        self.being_demoted = self.being_demoted + other.being_demoted;
     }
 }
 
 impl SubAssign for RankSessions {
     fn sub_assign(&mut self, other: Self) {
         self.sessions -= other.sessions;
-        self.held.rows -= other.held.rows;
-        self.held.tokens -= other.held.tokens;
+        self.held = self.held - other.held;
         self.tree_tokens -= other.tree_tokens;
+        self.opening -= other.opening;
+        self.closing -= other.closing;
+        self.await_shim -= other.await_shim;
+        self.being_demoted = self.being_demoted - other.being_demoted;
     }
 }

@@ -116,29 +116,22 @@ impl Table {
     /// has pinned such a session or sends deltas to it, so no client relies on it. A later turn may
     /// still find the session's KV in the radix tree.
     fn close_longest_idle(&mut self, now: Instant, principal: Option<&str>) -> bool {
-        let closable = self.sessions.iter().filter(|(key, session)| {
-            let is_wanted = principal.is_none_or(|principal| key.principal() == principal);
-            is_wanted && !session.is_exclusive() && session.can_expire()
-        });
-        let longest_idle =
-            closable.min_by_key(|(_, session)| session.turns.last_end).map(|(key, _)| key.clone());
+        let longest_idle = self.sessions.principals().longest_shared_rest(principal).cloned();
         longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
-    /// Closes the longest idle session of a principal that has more sessions than `principal`, if
-    /// the session has been idle for `demote_idle`. Its client relies on it, so this comes last.
+    /// Closes the longest idle session of the principal that has the most sessions, and more than
+    /// `principal` would have, if the session has been idle for `demote_idle`. Its client may rely
+    /// on it, so this comes last. If that principal has no such session, the next one gives way.
     /// Returns false if there is none.
     fn close_for(&mut self, now: Instant, principal: &str) -> bool {
         let principals = self.sessions.principals();
         let own = principals.sessions(principal);
-        let closable = self.sessions.iter().filter(|(key, session)| {
-            session.can_expire()
-                && session.idle(now) >= self.settings.demote_idle
-                && principals.sessions(key.principal()) > own + 1
-        });
-        let longest_idle: Option<SessionKey> =
-            closable.min_by_key(|(_, session)| session.turns.last_end).map(|(key, _)| key.clone());
-        longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
+        let mut longest_idle = principals.longest_rests_beyond(own + 1);
+        let is_idle = |(since, _): &&(Instant, _)| *since + self.settings.demote_idle <= now;
+        let closable = longest_idle.find(is_idle).map(|(_, key)| key.clone());
+        drop(longest_idle);
+        closable.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
     /// Returns what a principal has on a rank.

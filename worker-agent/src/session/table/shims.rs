@@ -4,7 +4,7 @@
 //! of the engine opened. The shim reports foreign sessions. Without a shim, their KV is estimated.
 //! This module decides nothing.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, ops::Range};
 
 use super::{SessionReport, held::Held};
 
@@ -27,10 +27,20 @@ struct RankShim {
     /// Whether the shim can give a session's KV to the radix tree. `None` while no shim is
     /// connected.
     can_demote: Option<bool>,
-    /// What each foreign session holds, by its id in the engine. Empty without a shim.
-    foreign_sessions: HashMap<String, Held>,
+    /// The foreign sessions, by their ids in the engine. Empty without a shim.
+    foreign_sessions: HashMap<String, ForeignSession>,
+    /// The number of full tables that the shim has begun.
+    tables: u64,
     /// What all foreign sessions hold: the sum of the reported sessions, or an estimate.
     foreign: Held,
+}
+
+/// A session that another client of the engine opened.
+#[derive(Debug, Clone, Copy)]
+struct ForeignSession {
+    held: Held,
+    /// The full table that was the newest when the shim reported the session last.
+    table: u64,
 }
 
 impl RankShims {
@@ -58,7 +68,8 @@ impl RankShims {
     pub(super) fn connect(&mut self, dp_rank: u32, can_demote: bool) {
         let rank = &mut self.ranks[dp_rank as usize];
         rank.can_demote = Some(can_demote);
-        rank.recount();
+        let sessions = rank.foreign_sessions.values();
+        rank.foreign = sessions.fold(Held::default(), |sum, session| sum + session.held);
     }
 
     /// Forgets the shim of an existing rank, and what it reported.
@@ -66,9 +77,10 @@ impl RankShims {
         self.ranks[dp_rank as usize] = RankShim::default();
     }
 
-    /// Forgets all shims, and what they reported.
-    pub(super) fn disconnect_all(&mut self) {
+    /// Forgets all shims, and what they reported. Returns the ranks.
+    pub(super) fn disconnect_all(&mut self) -> Range<u32> {
         self.ranks.fill_with(RankShim::default);
+        0..u32::try_from(self.ranks.len()).expect("few ranks")
     }
 
     /// Whether a connected shim can verify the histories of suspect sessions.
@@ -84,11 +96,6 @@ impl RankShims {
     /// Returns what foreign sessions hold.
     pub(super) fn foreign(&self, dp_rank: u32) -> Held {
         self.ranks[dp_rank as usize].foreign
-    }
-
-    /// Returns the ids of the foreign sessions that the shim has reported.
-    pub(super) fn foreign_ids(&self, dp_rank: u32) -> impl Iterator<Item = &String> {
-        self.ranks.get(dp_rank as usize).into_iter().flat_map(|rank| rank.foreign_sessions.keys())
     }
 
     /// Estimates the KV tokens of foreign sessions that no shim reports.
@@ -108,28 +115,42 @@ impl RankShims {
         if sessions.len() < FOREIGN_SESSIONS_MAX || sessions.contains_key(&report.id) {
             let tokens = report.allocated_tokens.next_multiple_of(page_tokens);
             let held = Held { rows: u32::from(report.holds_row), tokens };
-            sessions.insert(report.id.clone(), held);
+            let session = ForeignSession { held, table: rank.tables };
+            let before = sessions.insert(report.id.clone(), session);
+            let held_before = before.map_or(Held::default(), |session| session.held);
+            rank.foreign = rank.foreign + held - held_before;
         }
-        rank.recount();
+    }
+
+    /// Notes that the shim begins a full table of the sessions.
+    pub(super) fn begin_table(&mut self, dp_rank: u32) {
+        if let Some(rank) = self.ranks.get_mut(dp_rank as usize) {
+            rank.tables += 1;
+        }
+    }
+
+    /// Forgets the foreign sessions that were not reported since the newest full table began.
+    /// Returns whether there were any.
+    pub(super) fn end_table(&mut self, dp_rank: u32) -> bool {
+        let Some(rank) = self.ranks.get_mut(dp_rank as usize) else { return false };
+        let (sessions, newest) = (&mut rank.foreign_sessions, rank.tables);
+        let mut is_any_gone = false;
+        for (_, session) in sessions.extract_if(|_, session| session.table < newest) {
+            rank.foreign = rank.foreign - session.held;
+            is_any_gone = true;
+        }
+        is_any_gone
     }
 
     /// Forgets a foreign session that the engine has closed. Returns false if it is unknown.
     pub(super) fn forget_foreign(&mut self, dp_rank: u32, id: &str) -> bool {
         let rank = self.ranks.get_mut(dp_rank as usize);
         rank.is_some_and(|rank| {
-            let is_known = rank.foreign_sessions.remove(id).is_some();
-            if is_known {
-                rank.recount();
+            let known = rank.foreign_sessions.remove(id);
+            if let Some(session) = known {
+                rank.foreign = rank.foreign - session.held;
             }
-            is_known
+            known.is_some()
         })
-    }
-}
-
-impl RankShim {
-    /// Sets what foreign sessions hold to what the shim has reported.
-    fn recount(&mut self) {
-        let sessions = self.foreign_sessions.values();
-        self.foreign = sessions.fold(Held::default(), |sum, held| sum + *held);
     }
 }

@@ -12,6 +12,7 @@ mod must_continue;
 mod order;
 mod rig;
 mod shares;
+mod shim_requests;
 mod trim;
 mod volatile_prefix;
 mod weights;
@@ -58,6 +59,7 @@ fn settings() -> TableSettings {
         stuck_after: STUCK,
         auto_pin: false,
         answer_tokens_min: crate::session::ANSWER_TOKENS_MIN,
+        shim_requests_max: crate::session::SHIM_REQUESTS_MAX,
         shares: ShareSettings {
             sessions_max: 64,
             principal_sessions_max: 64,
@@ -309,7 +311,7 @@ fn idle_sessions_give_way_the_least_worth_keeping_first() {
 #[test]
 fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     let idle = rig.pin_holding("idle", 600);
     rig.wait(DEMOTE);
     rig.pin("new");
@@ -317,7 +319,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
         Need { prompt_tokens: 500, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!((&rig.demotes, &rig.closes), (&vec![idle.clone()], &vec![]));
-    rig.table.handle_demote_result(rig.now, &idle, true);
+    rig.answer_demotion(&idle, true);
     rig.carry_out();
     let turn = rig.answer(waiting).inside();
     rig.end(&turn, finished(500, 1));
@@ -326,7 +328,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     rig.wait(DEMOTE);
     let waiting = rig.turn(&delta("idle")).waits();
     let newer = rig.demotes.pop().unwrap();
-    rig.table.handle_demote_result(rig.now, &newer, true);
+    rig.answer_demotion(&newer, true);
     rig.carry_out();
     rig.answer(waiting).inside();
 }
@@ -481,26 +483,29 @@ fn the_shim_settles_what_only_the_engine_knows() {
         allocated_tokens: history_tokens,
         history_tokens,
         in_flight,
-        is_from_full_table: true,
     };
     for (history_tokens, good) in [(25, true), (38, false)] {
         let mut rig = Rig::new();
-        rig.table.handle_shim_up(0, true);
+        rig.shim_up(true);
         let incarnation = rig.pin_holding("s", 24);
         let turn = rig.turn(&delta("s")).inside();
         rig.end(&turn, Outcome::Lost);
         let next = rig.turn(&delta("s")).waits();
-        rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, 25, false));
+        rig.report(&seen(&incarnation, 25, false), true);
+        rig.table.handle_inspection(rig.now, 0, 1_000, Some(&seen(&incarnation, 25, false)));
         rig.carry_out();
         assert!(!rig.admitted.contains_key(&next), "what was true before the doubt proves nothing");
-        assert_eq!(rig.table_requests, [Some(turn.rid.clone())], "the lost turn is aborted first");
-        rig.table.mark_table_requested(0);
-        rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, 25, true));
+        assert_eq!(rig.inspections, [Some(turn.rid.clone())], "the lost turn is aborted first");
+        rig.answer_inspection(&seen(&incarnation, 25, true));
+        let late = rig.shim_requests[0].0;
         rig.carry_out();
         assert!(rig.refused.is_empty(), "the lost turn may still commit");
-        assert_eq!(rig.table_requests.pop(), Some(None), "the shim is asked again");
-        rig.table.mark_table_requested(0);
-        rig.table.handle_session_report(rig.now, 0, &seen(&incarnation, history_tokens, false));
+        assert_eq!(rig.inspections.pop(), Some(None), "the shim is asked again");
+        rig.table.handle_inspection(rig.now, 0, late, Some(&seen(&incarnation, 25, false)));
+        rig.carry_out();
+        assert!(rig.refused.is_empty(), "the first request has had its answer");
+        assert!(!rig.admitted.contains_key(&next), "the first request has had its answer");
+        rig.answer_inspection(&seen(&incarnation, history_tokens, false));
         rig.carry_out();
         match good {
             true => drop(rig.answer(next).inside()),
@@ -512,7 +517,7 @@ fn the_shim_settles_what_only_the_engine_knows() {
 #[test]
 fn a_doubt_that_nobody_settles_is_a_no() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.pin_holding("s", 24);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Lost);

@@ -88,6 +88,11 @@ impl Tickets {
         self.iter().filter_map(|(rid, ticket)| Some((rid, ticket, ticket.inside()?)))
     }
 
+    /// Returns the number of turns inside the engine.
+    pub(super) fn turns_inside(&self) -> usize {
+        self.loads.iter().map(|load| load.running as usize).sum()
+    }
+
     pub(super) fn inside_mut(&mut self, rid: &str) -> Option<&mut Inside> {
         match &mut self.tickets.get_mut(rid)?.stage {
             Stage::Inside(inside) => Some(inside),

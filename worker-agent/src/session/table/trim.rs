@@ -103,7 +103,6 @@ impl Table {
             let tree = Tree { is_tagged, no_pin_before, ..Tree::default() };
             session.begin_anew(State::InTree(tree));
         });
-        self.schedule_deadline(key);
     }
 
     /// Applies the retention that a client asks for to a session whose retention the agent chose.
@@ -133,13 +132,6 @@ impl Table {
     /// Whether a pin is useless: the shim doesn't trim, or the divergence streak is too long.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
         !self.shims.trims() || self.sessions[key].client.divergence_streak > DIVERGENCE_STREAK_MAX
-    }
-
-    /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
-    /// can demote it.
-    pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
-        let is_at_rest = session.state.is_open() && session.can_expire();
-        is_at_rest && session.has_auto_retention() && self.shims.can_demote(session.dp_rank)
     }
 
     /// Prepares a session, of which the engine holds nothing any more, for a full history.
@@ -356,21 +348,23 @@ impl Table {
         });
     }
 
-    /// Handles the shim's report that a turn became history of `incarnation`, which now has
-    /// `history_tokens`. `was_retracted`: the engine took the turn out of its batch and will
-    /// resume it, so the figure isn't final.
-    pub fn handle_commit(&mut self, incarnation: &str, history_tokens: u64, was_retracted: bool) {
-        let turn = self.tickets.inside().find(|(_, _, inside)| {
-            inside.runs_pinned() && inside.incarnation.as_deref() == Some(incarnation)
-        });
-        let Some((rid, Some(Trim::Planned { prompt_tokens, .. }))) =
-            turn.map(|(rid, _, inside)| (rid.to_owned(), inside.trim()))
-        else {
-            return;
-        };
-        let committed_tokens = Some(history_tokens).filter(|_| !was_retracted);
-        let prompt_tokens = *prompt_tokens;
-        self.set_trim(&rid, Trim::Planned { prompt_tokens, committed_tokens });
+    /// Handles the shim's report that the turn `rid` became history of `incarnation`, which now has
+    /// `history_tokens`. `was_retracted`: the engine took the turn out of its batch and will resume
+    /// it, so the figure isn't final.
+    pub fn handle_commit(
+        &mut self,
+        rid: &str,
+        incarnation: &str,
+        history_tokens: u64,
+        was_retracted: bool,
+    ) {
+        let Some(inside) = self.tickets.inside_mut(rid) else { return };
+        let ran_in = inside.incarnation.as_deref();
+        if let Run::Pinned { trim: Trim::Planned { committed_tokens, .. }, .. } = &mut inside.run
+            && ran_in == Some(incarnation)
+        {
+            *committed_tokens = Some(history_tokens).filter(|_| !was_retracted);
+        }
     }
 
     /// Records the token counts of a finished full history. Returns the outcome, with the figures
@@ -420,9 +414,9 @@ impl Table {
     /// Settles the end of a trim turn if it leaves the session's history uncertain: the shim
     /// reported no plan, or it is unknown how the turn ended. Otherwise returns false.
     ///
-    /// The session becomes suspect: its next turn waits for the shim's session table. Any history
-    /// in that table is accepted, because the shim compares each later full history with it. Deltas
-    /// are refused until a full history has run.
+    /// The session becomes suspect: its next turn waits for the shim's report of its history. Any
+    /// history is accepted, because the shim compares each later full history with it. Deltas are
+    /// refused until a full history has run.
     pub(super) fn settle_uncertain_trim(
         &mut self,
         now: Instant,

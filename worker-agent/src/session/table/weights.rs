@@ -109,7 +109,7 @@ impl Table {
             return;
         }
         // A paused engine may have been flushed while turns waited in it. They run now.
-        self.weights.may_hold_kv |= self.tickets.inside().next().is_some();
+        self.weights.may_hold_kv |= self.turns_inside() > 0;
         self.weights.hold_reason = reason;
         self.process_queue(now);
         self.debug_check();
@@ -180,8 +180,7 @@ impl Table {
     /// Notes that the engine's pool is empty. A turn on its way to an engine that isn't held back
     /// may fill it at once.
     fn note_empty_pool(&mut self) {
-        let is_turn_inside = self.tickets.inside().next().is_some();
-        self.weights.may_hold_kv = is_turn_inside && self.weights.hold_reason.is_none();
+        self.weights.may_hold_kv = self.turns_inside() > 0 && self.weights.hold_reason.is_none();
     }
 
     /// Closes each pinned session at rest that the engine may have KV for.

@@ -74,7 +74,7 @@ fn an_update_is_what_the_shim_means() {
     };
     let facts = RankFacts {
         dp_rank: 0,
-        read_at: update.facts.read_at,
+        read_at: update.facts.as_ref().unwrap().read_at,
         pool_tokens: 2,
         available_tokens: 3,
         evictable_tokens: 4,
@@ -93,6 +93,16 @@ fn an_update_is_what_the_shim_means() {
         has_old_kv: true,
     };
     let id = str::to_owned;
+    let inspected = SessionFacts {
+        id: id("g"),
+        holds_row: true,
+        in_flight: true,
+        closing: false,
+        allocated_tokens: 3,
+        committed_tokens: 2,
+        protected_tokens: 1,
+        history_tokens: 4,
+    };
     let events = vec![
         WireEvent::Opened { id: id("a"), ok: false },
         WireEvent::Closed { id: id("b") },
@@ -103,8 +113,10 @@ fn an_update_is_what_the_shim_means() {
             is_retracted: true,
         },
         WireEvent::Aborted { id: id("d"), was_running: true },
-        WireEvent::Demoted { id: id("e"), refusal: Some("busy".into()) },
-        WireEvent::Demoted { id: id("f"), refusal: None },
+        WireEvent::Demoted { number: 1 << 40, id: id("e"), refusal: Some("busy".into()) },
+        WireEvent::Demoted { number: 8, id: id("f"), refusal: None },
+        WireEvent::Inspected { number: 9, session: None },
+        WireEvent::Inspected { number: 1 << 40, session: Some(inspected) },
     ];
     let session = SessionFacts {
         id: id("s"),
@@ -117,7 +129,13 @@ fn an_update_is_what_the_shim_means() {
         history_tokens: 60,
     };
     let (gone_ids, sessions) = (vec![id("gone-é")], vec![session]);
-    assert_eq!(*update, Update { seq: 1, facts, is_full_table: true, events, gone_ids, sessions });
+    let (facts, begins_table, ends_table) = (Some(facts), true, false);
+    let expected = Update { seq: 1, facts, begins_table, ends_table, events, gone_ids, sessions };
+    assert_eq!(*update, expected);
+    let ShimMessage::Update(update) = decoded(&example("update-without-facts")).unwrap() else {
+        panic!("no update")
+    };
+    assert_eq!((update.facts, update.begins_table, update.ends_table), (None, false, true));
 }
 
 #[test]
@@ -139,7 +157,8 @@ fn commands_are_what_the_shim_reads() {
         session: session.map(str::to_owned),
     };
     let commands = [
-        ("demote", ShimCommand::Demote { session: "sé-1".into() }),
+        ("demote", ShimCommand::Demote { number: 1 << 40, session: "sé-1".into() }),
+        ("inspect", ShimCommand::Inspect { number: 7, session: "sé-1".into() }),
         ("sample-now", ShimCommand::SampleNow),
         ("audit", ShimCommand::Audit { number: 1 << 40 }),
         ("republish", ShimCommand::Republish),
@@ -158,13 +177,19 @@ fn every_incarnation_can_be_named_and_what_is_longer_is_refused() {
     assert_eq!(longest.len(), INCARNATION_BYTES_MAX);
     let run = |name| ShimCommand::Run { question: 1, tokens_max: 2, session: Some(name) };
     for session in [longest, "n".repeat(NAME_BYTES_MAX)] {
-        let (name, demote) = (session.clone(), ShimCommand::Demote { session: session.clone() });
-        assert!(run(session).encode().unwrap().ends_with(name.as_bytes()));
-        assert!(demote.encode().unwrap().ends_with(name.as_bytes()));
+        let (name, number) = (session.clone(), 1);
+        assert!(run(session.clone()).encode().unwrap().ends_with(name.as_bytes()));
+        let demote = ShimCommand::Demote { number, session: session.clone() };
+        let inspect = ShimCommand::Inspect { number, session };
+        for command in [demote, inspect] {
+            assert!(command.encode().unwrap().ends_with(name.as_bytes()));
+        }
     }
     for bytes in [NAME_BYTES_MAX + 1, 1 << 16, 1 << 20] {
         assert_eq!(run("n".repeat(bytes)).encode(), None);
-        assert_eq!(ShimCommand::Demote { session: "n".repeat(bytes) }.encode(), None);
+        let (number, session) = (1, "n".repeat(bytes));
+        assert_eq!(ShimCommand::Demote { number, session: session.clone() }.encode(), None);
+        assert_eq!(ShimCommand::Inspect { number, session }.encode(), None);
     }
 }
 
@@ -182,7 +207,7 @@ fn another_protocol_is_named() {
     let error = decoded::<ShimMessage>(b"\x08\0\0\0\x04\x01\x07\0\0\0\x03\0").unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the shim speaks protocol 4, this agent 6: install the same version of both"
+        "the shim speaks protocol 4, this agent 7: install the same version of both"
     );
 }
 
@@ -215,7 +240,7 @@ fn lists_have_bounds() {
         let ids = |count| vec!["a"; count];
         let events = vec![("Closed", "a"); events];
         let sessions = vec![("a", true, true, true, 1, 2, 3, 4); sessions];
-        framed(&("Update", 0, no_facts(), false, events, ids(gone), sessions))
+        framed(&("Update", 0, no_facts(), false, false, events, ids(gone), sessions))
     };
     let audited = |names| framed(&("Audited", 0, (0, 0), (), vec!["a"; names], Bytes::new(&[])));
     for allowed in [update(256, 512, 512), audited(1000)] {
@@ -261,7 +286,7 @@ proptest! {
         frames.push(&bytes);
         let _ = frames.take_message::<ShimMessage>();
         // With a valid frame and name the decoder gets further.
-        for name in [&b"\x9f\xa5Hello"[..], b"\x97\xa6Update", b"\x96\xa7Audited"] {
+        for name in [&b"\x9f\xa5Hello"[..], b"\x98\xa6Update", b"\x96\xa7Audited"] {
             let _ = decoded::<ShimMessage>(&framed_bytes(&[name, &bytes].concat()));
         }
     }

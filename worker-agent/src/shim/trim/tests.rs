@@ -92,7 +92,7 @@ fn prompt_of(news: &TrimmerEvent) -> u32 {
 #[tokio::test]
 async fn plans_arrive_and_questions_are_answered() {
     let mut agent = TestAgent::new("plans", 16);
-    assert!(matches!(agent.handle.answer(7, None, 0), Err(Error::NoShim(0))));
+    assert!(matches!(agent.handle.answer(7, None, 0).await, Err(Error::NoShim(0))));
     let mut trimmer = agent.trimmer(1, None);
     assert_eq!(agent.up().await, 1);
     trimmer.send(&planned(None, 11));
@@ -107,8 +107,8 @@ async fn plans_arrive_and_questions_are_answered() {
     trimmer.send(&planned(Some(7), 11));
     let TrimmerEvent::Planned(told) = agent.next().await else { panic!("no question") };
     assert_eq!(told.question, Some(7));
-    agent.handle.answer(7, Some("s#2"), 512).unwrap();
-    agent.handle.answer(8, None, 0).unwrap();
+    agent.handle.answer(7, Some("s#2".into()), 512).await.unwrap();
+    agent.handle.answer(8, None, 0).await.unwrap();
     let wanted = [framed(&("Run", 7, 512, "s#2")), framed(&("Run", 8, 0, ()))].concat();
     assert_eq!(trimmer.reads(wanted.len()).await, wanted);
     drop(trimmer);
@@ -121,7 +121,7 @@ async fn an_inert_trimmer_says_why_and_is_asked_nothing() {
     let _trimmer = agent.trimmer(1, Some("several DP ranks"));
     let TrimmerEvent::Up(trimmer) = agent.next().await else { panic!("not up") };
     assert_eq!(trimmer.inert_reason.as_deref(), Some("several DP ranks"));
-    assert!(matches!(agent.handle.answer(1, None, 0), Err(Error::NoShim(0))));
+    assert!(matches!(agent.handle.answer(1, None, 0).await, Err(Error::NoShim(0))));
 }
 
 #[tokio::test]
@@ -131,19 +131,26 @@ async fn a_newer_trimmer_replaces_even_one_that_is_deaf() {
     assert_eq!(agent.up().await, 1);
     // Send until the socket and the queue of commands are full.
     let long = "s".repeat(512);
-    let busy = loop {
-        if let Err(error) = agent.handle.answer(1, Some(&long), 1) {
-            break error;
+    let handle = agent.handle.clone();
+    let mut answers = tokio::spawn(async move {
+        loop {
+            let answered = handle.answer(1, Some(long.clone()), 1).await;
+            if answered.is_err() {
+                return answered;
+            }
         }
-        tokio::task::yield_now().await;
-    };
-    assert!(matches!(busy, Error::QueueFull), "{busy}");
-    let unnamed = agent.handle.answer(1, Some(&"s".repeat(513)), 1);
+    });
+    let patience = Duration::from_millis(300);
+    let waits = tokio::time::timeout(patience, &mut answers).await;
+    assert!(waits.is_err(), "a full queue is not the trimmer's answer: {waits:?}");
+    let unnamed = agent.handle.answer(1, Some("s".repeat(513)), 1).await;
     assert!(matches!(unnamed, Err(Error::NameTooLong)), "who says it hears so");
     let second = agent.trimmer(2, None);
     assert!(agent.down().await.contains("another"));
     assert_eq!(agent.up().await, 2);
-    agent.handle.answer(9, Some("s"), 1).unwrap();
+    let ended = answers.await.unwrap();
+    assert!(matches!(ended, Err(Error::NoShim(0)) | Ok(())), "{ended:?}");
+    agent.handle.answer(9, Some("s".into()), 1).await.unwrap();
     let wanted = framed(&("Run", 9, 1, "s"));
     assert_eq!(second.reads(wanted.len()).await, wanted);
 }

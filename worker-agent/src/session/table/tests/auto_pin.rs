@@ -223,7 +223,7 @@ fn nothing_is_appended_after_a_turn_that_the_engine_may_have_run() {
     // After the shim trimmed the prompt, a route may report a client error although the engine ran
     // it.
     rig.end(&turn, Outcome::Refused);
-    assert_eq!(rig.table_requests, [Some(turn.rid.clone())], "aborted, then looked at");
+    assert_eq!(rig.inspections, [Some(turn.rid.clone())], "aborted, then looked at");
     seen(&mut rig, turn.turn.session.as_ref().unwrap().incarnation.clone().as_str(), 108);
     assert_eq!(rig.turn(&delta("s")).error(), Error::HistoryUnknown);
 }
@@ -247,7 +247,7 @@ fn a_late_plan_affects_only_its_own_turn() {
 fn a_waiting_full_history_starts_over_whatever_turn_follows() {
     let settings = TableSettings { auto_pin: true, turns_queued_per_session_max: 2, ..settings() };
     let mut rig = Rig::with(settings, engine(1));
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     rig.pin("s");
     let first = full_history(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
@@ -293,7 +293,7 @@ fn a_turn_that_was_stopped_may_have_waited_and_its_session_keeps_row_and_kv_unti
     rig.end(&turn, Outcome::Aborted);
     let totals = rig.table.totals(0);
     assert!(totals.rows_held == 1 && totals.pinned_tokens >= 148, "{totals:?}");
-    assert_eq!(rig.table_requests.len(), 1);
+    assert_eq!(rig.inspections.len(), 1);
     seen(&mut rig, &incarnation, 148);
     let next = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(rig.plan(&next, Plan::Trimmed, 148, 12), (TrimOutcome::Trimmed, 148));
@@ -345,7 +345,7 @@ fn a_session_with_long_answers_is_pinned_only_with_room_for_them() {
     let rank = &mut roomy.ranks[0];
     (rank.rows, rank.pool_tokens, rank.pin_tokens_max) = (16, 100_000, 70_000);
     let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, roomy);
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     let need = Need { prompt_tokens: 400, answer_tokens: None, ..Need::default() };
     for (id, answer, pins) in [("short", 900, true), ("long", 30_000, true), ("too", 36_000, false)]
@@ -372,7 +372,7 @@ fn sessions_with_high_limits_and_short_answers_are_all_pinned() {
     (rank.rows, rank.pin_rows_max) = (16, 8);
     (rank.pool_tokens, rank.pin_tokens_max) = (60_000, 42_000);
     let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, roomy);
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     let need = Need { prompt_tokens: 24_000, answer_tokens: Some(8_000), ..Need::default() };
     let ask = |rig: &mut Rig, id: &str, need: Need| {
@@ -409,7 +409,7 @@ fn an_answer_that_ignores_its_end_reserves_its_whole_limit() {
     roomy.context_tokens = 32_000;
     (roomy.ranks[0].pool_tokens, roomy.ranks[0].pin_tokens_max) = (60_000, 42_000);
     let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, roomy);
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     for (id, ignores_eos, reserved) in [("a", false, 2_048), ("b", true, 8_000)] {
         let first = full_history(&mut rig, &auto(id), 400).inside();

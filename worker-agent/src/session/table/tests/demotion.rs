@@ -5,7 +5,7 @@ use super::*;
 /// Returns a rig whose shim demotes, with a pinned session "s" that holds 600 tokens.
 fn rig_with_session() -> (Rig, String) {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     let incarnation = rig.pin_holding("s", 600);
     (rig, incarnation)
 }
@@ -27,7 +27,7 @@ fn a_session_gives_its_kv_up_when_it_is_told_to_and_goes_on() {
     assert_eq!(rig.table.demotion_result(&key("s")), None);
     assert_eq!(rig.demote(), Ok(false), "the second call waits for the same answer");
     assert_eq!(rig.demotes.len(), 1);
-    rig.table.handle_demote_result(rig.now, &incarnation, true);
+    rig.answer_demotion(&incarnation, true);
     let counted = Effect::SessionEvent(key("s"), SessionEvent::Demoted);
     assert!(rig.table.take_effects().contains(&counted));
     assert_eq!(rig.table.demotion_result(&key("s")), Some(Ok(())));
@@ -46,7 +46,7 @@ fn a_turn_that_comes_meanwhile_waits_and_then_goes_on() {
         let (mut rig, incarnation) = rig_with_session();
         rig.demote().unwrap();
         let waiting = rig.turn(&delta("s")).waits();
-        rig.table.handle_demote_result(rig.now, &incarnation, is_demoted);
+        rig.answer_demotion(&incarnation, is_demoted);
         rig.carry_out();
         let turn = rig.answer(waiting).inside();
         assert_eq!(turn.incarnation(), incarnation);
@@ -79,7 +79,7 @@ fn a_session_that_can_not_be_demoted_stays_as_it_is_and_the_error_says_why() {
         if can_demote {
             rig.table.handle_shim_down(rig.now, 0);
         } else {
-            rig.table.handle_shim_up(0, false);
+            rig.shim_up(false);
         }
         assert_eq!(rig.demote(), Err(Error::DemotionUnavailable));
     }
@@ -91,7 +91,7 @@ fn a_session_that_can_not_be_demoted_stays_as_it_is_and_the_error_says_why() {
 fn a_session_that_the_shim_refuses_to_demote_stays_open() {
     let (mut rig, incarnation) = rig_with_session();
     rig.demote().unwrap();
-    rig.table.handle_demote_result(rig.now, &incarnation, false);
+    rig.answer_demotion(&incarnation, false);
     rig.carry_out();
     assert_eq!(rig.table.demotion_result(&key("s")), Some(Err(Error::DemotionRefused)));
     assert_eq!(rig.table.totals(0).pinned_tokens, 608);
@@ -119,10 +119,10 @@ fn a_session_whose_room_others_need_is_closed_although_it_should_only_be_demoted
         Need { prompt_tokens: 500, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let waiting = rig.turn_that_needs(&delta("new"), need).waits();
     assert_eq!(rig.demotes.len(), 1, "this demotion will free enough");
-    rig.table.handle_demote_result(rig.now, &incarnation, false);
+    rig.answer_demotion(&incarnation, false);
     rig.carry_out();
     assert_eq!(rig.demotes.len(), 2, "now for the room");
-    rig.table.handle_demote_result(rig.now, &incarnation, false);
+    rig.answer_demotion(&incarnation, false);
     rig.carry_out();
     assert_eq!(rig.closes.len(), 1);
     rig.engine_closes();

@@ -9,7 +9,7 @@ fn a_session_closed_while_it_opens_waits_for_the_engine_alone() {
     rig.open("s", Some(Retention::Pinned)).unwrap();
     assert_eq!(rig.close("s"), Ok(true));
     let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
-    assert_eq!(rig.table.next_deadline().map(|due| due > rig.now), Some(true), "no busy waiting");
+    assert!(rig.table.next_deadline().is_none_or(|due| due > rig.now), "no busy waiting");
     rig.table.handle_open_result(rig.now, &incarnation, &OpenResult::Opened);
     rig.carry_out();
     assert_eq!(
@@ -84,13 +84,13 @@ fn a_lost_turn_and_corrupt_pages_are_forgotten_with_their_engine() {
     let lost = rig.pin("lost");
     let turn = trim::full_history(&mut rig, &pinned("lost"), 400).inside();
     rig.end(&turn, Outcome::Lost);
-    assert_eq!(rig.table_requests, [Some(turn.rid)], "the turn may still run");
+    assert_eq!(rig.inspections, [Some(turn.rid)], "the turn may still run");
     let corrupt = rig.pin("corrupt");
     let turn = trim::full_history(&mut rig, &pinned("corrupt"), 400).inside();
     rig.table.handle_corruption(rig.now, &corrupt);
     rig.engine_restarts(engine(1));
     rig.end(&turn, Outcome::Lost);
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     for id in ["lost", "corrupt"] {
         let turn = trim::full_history(&mut rig, &pinned(id), 400).inside();
@@ -156,16 +156,15 @@ fn sessions_of_others_count_as_pinned() {
 #[test]
 fn the_shim_names_sessions_of_others() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, false);
+    rig.shim_up(false);
     let foreign = SessionReport {
         id: "someone".into(),
         holds_row: true,
         allocated_tokens: 90,
         history_tokens: 91,
         in_flight: false,
-        is_from_full_table: false,
     };
-    rig.table.handle_session_report(rig.now, 0, &foreign);
+    rig.report(&foreign, false);
     let totals = rig.table.totals(0);
     assert_eq!((totals.foreign_rows, totals.foreign_tokens, totals.rows_held), (1, 96, 1));
     rig.pin("a");

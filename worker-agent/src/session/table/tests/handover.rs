@@ -44,10 +44,8 @@ fn successor(old: &Rig, engine: EngineCapacity, is_same_engine: bool) -> Rig {
 
 /// Lets a shim connect and report every session that `old` holds, as the engine has it.
 fn shim_reports(rig: &mut Rig, old: &Rig) {
-    rig.table.handle_shim_up(0, true);
-    let ids: Vec<String> = left_open(old).into_keys().collect();
-    let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-    rig.table.handle_session_table(rig.now, 0, &ids);
+    rig.shim_up(true);
+    rig.carry_out();
     for (_, session) in old.table.iter() {
         let report = SessionReport {
             id: session.incarnation.clone(),
@@ -55,9 +53,8 @@ fn shim_reports(rig: &mut Rig, old: &Rig) {
             allocated_tokens: session.resident_tokens(),
             history_tokens: session.history_tokens(),
             in_flight: false,
-            is_from_full_table: true,
         };
-        rig.table.handle_session_report(rig.now, 0, &report);
+        rig.answer_inspection(&report);
     }
     rig.carry_out();
 }
@@ -103,21 +100,23 @@ fn what_is_not_confirmed_is_closed_and_its_client_told() {
         match case {
             "no shim" => rig.wait(Duration::from_secs(10)),
             "not there" => {
-                rig.table.handle_shim_up(0, true);
-                rig.table.handle_session_table(rig.now, 0, &[]);
+                rig.shim_up(true);
+                rig.carry_out();
+                let (number, _) = rig.shim_requests[0];
+                rig.table.handle_inspection(rig.now, 0, number, None);
                 rig.carry_out();
             }
             "other history" => {
-                rig.table.handle_shim_up(0, true);
+                rig.shim_up(true);
+                rig.carry_out();
                 let report = SessionReport {
                     id: incarnation.clone(),
                     holds_row: true,
                     allocated_tokens: 26,
                     history_tokens: 26,
                     in_flight: false,
-                    is_from_full_table: true,
                 };
-                rig.table.handle_session_report(rig.now, 0, &report);
+                rig.answer_inspection(&report);
                 rig.carry_out();
             }
             _ => {}
@@ -152,7 +151,7 @@ fn a_second_hand_over_says_what_the_first_one_said() {
     for seed in 0..200 {
         let mut random = fastrand::Rng::with_seed(seed);
         let mut old = Rig::new();
-        old.table.handle_shim_up(0, true);
+        old.shim_up(true);
         for _ in 0..random.usize(1..40) {
             act(&mut old, &mut random);
         }

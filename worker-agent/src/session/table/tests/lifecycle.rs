@@ -46,7 +46,7 @@ const EVENTS: [&str; 19] = [
 /// Returns a rig with a session "s" in this state.
 fn rig_in(state: &str) -> Rig {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     match state {
         "planned" => {
@@ -68,7 +68,6 @@ fn rig_in(state: &str) -> Rig {
             let turn = rig.turn(&delta("s")).inside();
             let is_lost = state == "suspect";
             rig.end(&turn, if is_lost { Outcome::Lost } else { Outcome::Aborted });
-            rig.table.mark_table_requested(0);
         }
         "demoting" => {
             rig.pin_holding("b", 100);
@@ -100,8 +99,8 @@ fn apply(event: &str, rig: &mut Rig) {
         "lost" => end_turn(rig, Outcome::Lost),
         "opened" => end_open(rig, &OpenResult::Opened),
         "not opened" => end_open(rig, &OpenResult::NotOpened("no".into())),
-        "demoted" => rig.table.handle_demote_result(now, &incarnation, true),
-        "not demoted" => rig.table.handle_demote_result(now, &incarnation, false),
+        "demoted" => rig.answer_demotion(&incarnation, true),
+        "not demoted" => rig.answer_demotion(&incarnation, false),
         "expected" => report(rig, 25),
         "unexpected" => report(rig, 26),
         "shim silent" => rig.table.run_deadlines(now + Duration::from_secs(5)),
@@ -149,9 +148,8 @@ fn report(rig: &mut Rig, history_tokens: u64) {
         allocated_tokens: history_tokens,
         history_tokens,
         in_flight: false,
-        is_from_full_table: true,
     };
-    rig.table.handle_session_report(rig.now, 0, &report);
+    rig.answer_inspection(&report);
 }
 
 fn state_of(rig: &Rig) -> &'static str {
@@ -182,7 +180,7 @@ fn effects_of(rig: &mut Rig, incarnations: &[String]) -> Vec<&'static str> {
         Effect::Open { incarnation, .. } if is_mine(incarnation) => Some("open"),
         Effect::Close(close) if is_mine(&close.incarnation) => Some("close"),
         Effect::Demote { incarnation, .. } if is_mine(incarnation) => Some("demote"),
-        Effect::RequestShimTable { .. } => Some("ask"),
+        Effect::Inspect { .. } => Some("ask"),
         _ => None,
     });
     named.collect()

@@ -56,7 +56,7 @@ fn a_full_history_that_differs_is_refused_where_deltas_are_taken_and_changes_not
         let after = rig.table.get(&key("s")).unwrap();
         assert_eq!(after.incarnation, before.incarnation);
         assert_eq!(after.history_tokens(), before.history_tokens());
-        assert_eq!((rig.demotes.len(), rig.table_requests.len(), rig.closes.len()), (0, 0, 0));
+        assert_eq!((rig.demotes.len(), rig.inspections.len(), rig.closes.len()), (0, 0, 0));
         let next = rig.turn(&delta("s")).inside();
         rig.end(&next, finished(40, 8));
         assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 48, "it goes on");
@@ -74,7 +74,7 @@ fn whatever_the_engine_says_of_a_turn_that_the_shim_refused_its_session_is_as_it
         let reported = trim_plan(rid, incarnation, plan, [9, committed, 0, 30]);
         rig.table.handle_plan(rig.now, &reported);
         rig.end(&other, outcome);
-        assert_eq!((rig.table_requests.len(), rig.closes.len()), (0, 0), "{outcome:?}");
+        assert_eq!((rig.inspections.len(), rig.closes.len()), (0, 0), "{outcome:?}");
         rig.turn(&delta("s")).inside();
     }
 }
@@ -201,7 +201,7 @@ fn a_session_of_deltas_that_is_gone_is_not_begun_anew_by_a_full_history() {
         assert_eq!(full_history(&mut rig, &auto("s"), 100).error(), why);
         assert_eq!(rig.turn(&delta("s")).error(), why);
         rig.engine_closes();
-        rig.table.handle_shim_up(0, true);
+        rig.shim_up(true);
         let anew =
             full_history(&mut rig, &Claim { retention: Some(Retention::Pinned), ..opening() }, 100);
         let anew = anew.inside();

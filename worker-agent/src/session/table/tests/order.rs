@@ -70,8 +70,9 @@ fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
     rig.now += Duration::from_secs(1);
     rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 500 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 500);
-    rig.table.handle_shim_up(0, true);
-    rig.table.handle_session_table(rig.now, 0, &[]);
+    rig.shim_up(true);
+    let part = TablePart { begins_table: true, ends_table: true };
+    rig.table.handle_session_reports(rig.now, 0, part, &[]);
     rig.now += Duration::from_secs(1);
     rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 0);
@@ -79,14 +80,14 @@ fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
 
 /// Returns the shim's report of a session whose KV is in the radix tree.
 fn without_kv(id: String, history_tokens: u64) -> SessionReport {
-    let (holds_row, allocated_tokens, in_flight, is_from_full_table) = (false, 0, false, true);
-    SessionReport { id, holds_row, allocated_tokens, history_tokens, in_flight, is_from_full_table }
+    let (holds_row, allocated_tokens, in_flight) = (false, 0, false);
+    SessionReport { id, holds_row, allocated_tokens, history_tokens, in_flight }
 }
 
 #[test]
-fn a_demotion_whose_answer_was_lost_is_settled() {
+fn only_the_answer_to_its_own_request_ends_a_demotion() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.pin_holding("a", 20);
     rig.pin("b");
     rig.pin("c");
@@ -97,8 +98,13 @@ fn a_demotion_whose_answer_was_lost_is_settled() {
 
     let id = rig.demotes[0].clone();
     let who = rig.table.session_key(&id).unwrap().clone();
-    // The shim's report of the demotion was lost; its full session table arrives later.
-    rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
+    let is_demoting =
+        |rig: &Rig| matches!(rig.table.get(&who).unwrap().state, State::Demoting { .. });
+    // A report may describe the session before its first turn.
+    rig.report(&without_kv(id.clone(), 21), true);
+    rig.table.handle_demotion(rig.now, 0, 1_000, true);
+    assert!(is_demoting(&rig), "neither of these is the answer");
+    rig.answer_demotion(&id, true);
     assert_eq!(rig.table.get(&who).unwrap().state, State::Demoted);
 }
 
@@ -136,7 +142,7 @@ fn an_engine_restart_is_told_once() {
 #[test]
 fn a_session_that_someone_else_closed_is_not_appended_to() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     let id = rig.pin_holding("s", 20);
     rig.table.handle_session_gone(rig.now, 0, &id);
     rig.carry_out();
@@ -218,13 +224,12 @@ fn a_chat_without_a_limit_goes_where_the_engine_would_run_it() {
 #[test]
 fn a_verified_session_has_no_lost_turn() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     let id = rig.pin_holding("s", 20);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Lost);
     // The turn was aborted, so the engine has given the row back.
-    rig.table.mark_table_requested(0);
-    rig.table.handle_session_report(rig.now, 0, &without_kv(id, 21));
+    rig.answer_inspection(&without_kv(id, 21));
     rig.carry_out();
     assert_eq!(rig.table.get(&key("s")).unwrap().state.lost_rid(), None);
     assert_eq!(rig.table.totals(0).rows_held, 0);

@@ -59,7 +59,10 @@ pub(super) struct Rig {
     /// Closes that the table requested from the engine.
     pub(super) closes: Vec<CloseRequest>,
     pub(super) demotes: Vec<String>,
-    pub(super) table_requests: Vec<Option<String>>,
+    /// For each session that the shim was asked to inspect: the turn to abort first.
+    pub(super) inspections: Vec<Option<String>>,
+    /// All requests to the shim: the number of each, and its incarnation.
+    pub(super) shim_requests: Vec<(u64, String)>,
     pub(super) journal: Vec<Record>,
     /// Turns and opens that left the queue for the engine.
     pub(super) admitted: HashMap<String, Turn>,
@@ -92,7 +95,8 @@ impl Rig {
             rids: 0,
             closes: vec![],
             demotes: vec![],
-            table_requests: vec![],
+            inspections: vec![],
+            shim_requests: vec![],
             journal: vec![],
             admitted: HashMap::new(),
             refused: HashMap::new(),
@@ -118,8 +122,14 @@ impl Rig {
                     Effect::Refused { rid, error } => drop(self.refused.insert(rid, error)),
                     Effect::Journal(record) => self.journal.push(record),
                     Effect::Close(close) => self.closes.push(close),
-                    Effect::Demote { incarnation, .. } => self.demotes.push(incarnation),
-                    Effect::RequestShimTable { rid, .. } => self.table_requests.push(rid),
+                    Effect::Demote { number, incarnation, .. } => {
+                        self.shim_requests.push((number, incarnation.clone()));
+                        self.demotes.push(incarnation);
+                    }
+                    Effect::Inspect { number, incarnation, rid, .. } => {
+                        self.shim_requests.push((number, incarnation));
+                        self.inspections.push(rid);
+                    }
                     Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                         self.answers.push((question, incarnation, tokens_max));
                     }
@@ -142,6 +152,36 @@ impl Rig {
                 }
             }
         }
+    }
+
+    /// Connects the shim of rank 0.
+    pub(super) fn shim_up(&mut self, can_demote: bool) {
+        self.table.handle_shim_up(self.now, 0, can_demote);
+    }
+
+    /// Returns the number of the newest request about an incarnation; 0, which no request has,
+    /// without one.
+    fn request_about(&self, incarnation: &str) -> u64 {
+        let mut newest_first = self.shim_requests.iter().rev();
+        newest_first.find(|(_, id)| id == incarnation).map_or(0, |(number, _)| *number)
+    }
+
+    /// Lets the shim answer the newest request to demote an incarnation.
+    pub(super) fn answer_demotion(&mut self, incarnation: &str, is_demoted: bool) {
+        let number = self.request_about(incarnation);
+        self.table.handle_demotion(self.now, 0, number, is_demoted);
+    }
+
+    /// Lets the shim answer the newest request to inspect the session of this report.
+    pub(super) fn answer_inspection(&mut self, report: &SessionReport) {
+        let number = self.request_about(&report.id);
+        self.table.handle_inspection(self.now, 0, number, Some(report));
+    }
+
+    /// Lets the shim report a session without being asked, as a change or as all of a full table.
+    pub(super) fn report(&mut self, report: &SessionReport, is_full_table: bool) {
+        let part = TablePart { begins_table: is_full_table, ends_table: is_full_table };
+        self.table.handle_session_reports(self.now, 0, part, std::slice::from_ref(report));
     }
 
     pub(super) fn rid(&mut self) -> String {

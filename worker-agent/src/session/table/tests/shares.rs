@@ -58,14 +58,14 @@ fn wide_engine() -> EngineCapacity {
 fn wide_rig() -> Rig {
     let settings = TableSettings { turns_queued_max: 64, ..settings() };
     let mut rig = Rig::with(settings, wide_engine());
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig
 }
 
 /// Lets the shim demote every session that it was asked to demote.
 fn demote_all(rig: &mut Rig) {
     for incarnation in std::mem::take(&mut rig.demotes) {
-        rig.table.handle_demote_result(rig.now, &incarnation, true);
+        rig.answer_demotion(&incarnation, true);
     }
     rig.carry_out();
 }
@@ -125,7 +125,7 @@ fn a_client_that_holds_all_pins_gives_way_to_one_that_has_none() {
 #[test]
 fn pinned_tokens_are_shared_too() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.pin_of("h", "1", 480);
     rig.pin_of("h", "2", 480);
     rig.open_of("v", "1", Retention::Pinned).unwrap();

@@ -5,7 +5,7 @@ use super::*;
 /// Returns a rig whose agent pins sessions on its own and whose shim trims and demotes.
 pub(super) fn trimming() -> Rig {
     let mut rig = Rig::with(TableSettings { auto_pin: true, ..settings() }, engine(1));
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     rig.table.set_trimming(rig.now, true);
     rig
 }
@@ -104,7 +104,7 @@ impl Rig {
 
     pub(super) fn demoted(&mut self) {
         for incarnation in std::mem::take(&mut self.demotes) {
-            self.table.handle_demote_result(self.now, &incarnation, true);
+            self.answer_demotion(&incarnation, true);
         }
         self.carry_out();
     }
@@ -248,20 +248,12 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), history);
 }
 
-/// Reports the shim's full session table, which was requested, with one session.
+/// Lets the shim answer the request to inspect a session.
 pub(super) fn seen(rig: &mut Rig, id: &str, history_tokens: u64) {
-    rig.table.mark_table_requested(0);
     let allocated_tokens = history_tokens - 1;
-    let (id, holds_row, in_flight, is_from_full_table) = (id.to_owned(), true, false, true);
-    let seen = SessionReport {
-        id,
-        holds_row,
-        allocated_tokens,
-        history_tokens,
-        in_flight,
-        is_from_full_table,
-    };
-    rig.table.handle_session_report(rig.now, 0, &seen);
+    let (id, holds_row, in_flight) = (id.to_owned(), true, false);
+    let seen = SessionReport { id, holds_row, allocated_tokens, history_tokens, in_flight };
+    rig.answer_inspection(&seen);
     rig.carry_out();
 }
 
@@ -272,7 +264,7 @@ fn a_turn_without_a_reported_plan_makes_its_session_suspect_until_the_shim_repor
         let incarnation = rig.pinned_by_itself("s");
         let turn = full_history(&mut rig, &auto("s"), 460).inside();
         rig.end(&turn, finished(160, 8));
-        assert_eq!(rig.table_requests.len(), 1, "was it trimmed or not");
+        assert_eq!(rig.inspections.len(), 1, "was it trimmed or not");
         seen(&mut rig, &incarnation, history_tokens);
         assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), history_tokens);
         let next = full_history(&mut rig, &auto("s"), 480).inside();
@@ -287,14 +279,15 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
     let incarnation = rig.pinned_by_itself("s");
     let turn = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(rig.plan(&turn, Plan::Retokenized, 148, 12), (TrimOutcome::Retokenized, 148));
-    rig.table.handle_commit(&incarnation, 165, false);
+    rig.table.handle_commit("another turn", &incarnation, 999, false);
+    rig.table.handle_commit(&turn.rid, &incarnation, 165, false);
     rig.end(&turn, Outcome::Finished(None));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 165);
-    assert!(rig.table_requests.is_empty());
+    assert!(rig.inspections.is_empty());
     let untold = full_history(&mut rig, &auto("s"), 480).inside();
     rig.plan(&untold, Plan::Trimmed, 165, 12);
     rig.end(&untold, Outcome::Finished(None));
-    assert_eq!(rig.table_requests.len(), 1, "nobody told how long the answer was");
+    assert_eq!(rig.inspections.len(), 1, "nobody told how long the answer was");
 }
 
 #[test]

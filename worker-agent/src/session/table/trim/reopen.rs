@@ -192,7 +192,6 @@ impl Table {
             self.change_session(key, |session| {
                 session.lose(GoneReason::HistoryUnknown);
             });
-            self.schedule_deadline(key);
         }
         let session = &self.sessions[key];
         for inside in self.tickets.inside_of_mut(session.generation) {
