@@ -187,7 +187,8 @@ async fn a_planned_restart_keeps_more_sessions_than_one_frame_of_the_shim_has() 
     // A frame of the shim has at most 512 sessions.
     const SESSIONS: usize = 700;
     let mut config = Config::default();
-    config.core.max_running_requests = 1024;
+    // Sessions may pin half of the rows.
+    config.core.max_running_requests = 2048;
     config.core.max_total_tokens = 64 * 1024;
     let upgrade = Upgrade::with(start_engine_with(config, own_addr()).await);
     let agent = upgrade.start().await;
