@@ -80,6 +80,27 @@ async fn pinned_turns_cost_only_their_new_tokens() {
 }
 
 #[tokio::test]
+async fn an_answer_with_an_absurd_usage_costs_no_more_than_its_session() {
+    for said in [u64::MAX, 1 << 63] {
+        let cluster = start(|settings| settings.engine.prompt_tokens_said = Some(said)).await;
+        let answer = generate(&cluster, Some(&pinned("s")), &turn("hello there", 2)).await;
+        assert_eq!(answer.meta("prompt_tokens"), Some(said), "{}", answer.text());
+        let next = generate(&cluster, Some(&delta("s")), &turn(" you", 2)).await;
+        assert_eq!(
+            next.status,
+            StatusCode::CONFLICT,
+            "no shim proves the history: {}",
+            next.text()
+        );
+        let tagged = json!({"principal": "p", "id": "t", "retention": "tagged", "open": true});
+        for claim in [None, Some(&tagged), Some(&pinned("other"))] {
+            let answer = generate(&cluster, claim, &turn("hello there", 2)).await;
+            assert_eq!(answer.status, StatusCode::OK, "the agent lives on: {}", answer.text());
+        }
+    }
+}
+
+#[tokio::test]
 async fn the_next_turn_may_follow_the_last_byte_at_once() {
     let cluster = start(|_| {}).await;
     for number in 0..60 {

@@ -21,6 +21,7 @@
 //! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
 //! - [`answers`]: whether a request asks for one answer to one prompt.
 //! - [`body`]: reads and rewrites the top level of a JSON request body.
+//! - [`count`]: bounds the counts that other processes report.
 //! - [`gaps`]: how long sessions pause between two turns.
 //! - [`table`]: the hash table on which both sides build their indexes of blocks or pages.
 
@@ -31,6 +32,7 @@ pub mod body;
 pub mod bootstrap;
 pub mod claim;
 pub mod control;
+pub mod count;
 pub mod gaps;
 pub mod hints;
 pub mod id;

@@ -82,6 +82,9 @@ pub struct Config {
     /// The most requests kept for [`EngineSim::bodies_seen`]; the oldest are dropped first.
     #[arg(skip)]
     pub requests_seen_max: usize,
+    /// The prompt tokens that every answer of `/generate` reports. `None`: those that it has.
+    #[arg(skip)]
+    pub prompt_tokens_said: Option<u64>,
     /// The publisher of KV events, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
     /// topic, bind; and `arrays` for the encoding of older releases.
     #[arg(long = "kv-events-config", value_parser = kv_events)]

@@ -29,6 +29,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use proto::count;
 use serde::Deserialize;
 use service::{private_folder, tasks::Tasks};
 use tokio::sync::mpsc;
@@ -51,6 +52,7 @@ pub struct Hello {
     /// Tokens in a page of the pool.
     pub page_size_tokens: u32,
     /// Tokens in the pool.
+    #[serde(deserialize_with = "count::read")]
     pub pool_tokens: u64,
     /// Rows in the engine's request table. A running turn takes one row; so does a session with KV.
     pub rows_total: u32,
@@ -78,6 +80,7 @@ pub struct Hello {
     pub device: String,
     /// Bytes of KV in a page on this rank, computed from the pool's buffers. `None` if the shim
     /// can't tell.
+    #[serde(deserialize_with = "count::read_option")]
     pub page_bytes: Option<u64>,
 }
 
@@ -86,7 +89,8 @@ pub struct Hello {
 pub struct AuditReply {
     /// The number of the request, as given to [`ShimHandle::audit`].
     pub number: u64,
-    /// Time that the audit took on the scheduler's thread.
+    /// Time that the audit took on the scheduler's thread, at most an hour.
+    #[serde(deserialize_with = "codec::decode_audit_time")]
     pub spent: Duration,
     /// Why no audit was made; `None` if one was. With a reason, `names` and `report` are empty.
     pub refusal: Option<String>,
@@ -112,17 +116,23 @@ pub struct RankFacts {
     #[serde(skip, default = "service::clock::now")]
     pub read_at: Instant,
     /// Tokens in the pool.
+    #[serde(deserialize_with = "count::read")]
     pub pool_tokens: u64,
     /// Free tokens.
+    #[serde(deserialize_with = "count::read")]
     pub available_tokens: u64,
     /// Tokens in the radix tree that the engine may evict when it needs room.
+    #[serde(deserialize_with = "count::read")]
     pub evictable_tokens: u64,
     /// Tokens in the radix tree that turns or sessions lock.
+    #[serde(deserialize_with = "count::read")]
     pub protected_tokens: u64,
     /// Tokens that sessions hold outside the tree, in whole pages. The part of sessions with a
     /// running turn is up to 50 ms old.
+    #[serde(deserialize_with = "count::read")]
     pub held_tokens: u64,
     /// The remaining tokens, which running requests without a session hold.
+    #[serde(deserialize_with = "count::read")]
     pub uncached_tokens: u64,
     /// Rows in the request table.
     pub rows_total: u32,
@@ -142,6 +152,7 @@ pub struct RankFacts {
     /// The time that all these samples took on the scheduler's thread, in nanoseconds.
     pub samples_ns: u64,
     /// How often the engine's weights have changed since its start.
+    #[serde(deserialize_with = "count::read")]
     pub weight_changes: u64,
     /// Whether the engine has KV that it computed before the last change.
     pub has_old_kv: bool,

@@ -6,6 +6,7 @@
 //! one token, and four bytes of another answer do.
 
 use memchr::memmem;
+use proto::count::COUNT_MAX;
 
 use crate::shares::TokenShare;
 
@@ -115,13 +116,15 @@ impl UsageMeter {
         // With several answers in one stream, each reports only its own tokens.
         let floor = if self.is_stream { self.events.saturating_sub(2) } else { 0 };
         let answer = self.answer_tokens.map_or(guess, |tokens| tokens.max(floor));
-        self.prompt_tokens.filter(|tokens| *tokens > 0).unwrap_or(prompt_estimate) + answer
+        let prompt = self.prompt_tokens.filter(|tokens| *tokens > 0).unwrap_or(prompt_estimate);
+        prompt.saturating_add(answer)
     }
 
     /// Returns what the engine has reported.
     pub(super) fn usage(&self) -> TurnUsage {
         let beside = self.cached_tokens_beside_prompt;
-        let prompt_tokens = self.prompt_tokens.map(|tokens| tokens + beside.unwrap_or_default());
+        let prompt_tokens =
+            self.prompt_tokens.map(|tokens| tokens.saturating_add(beside.unwrap_or_default()));
         // A prompt has at least one token. A stream that began before the engine knew says 0.
         let prompt_tokens = prompt_tokens.filter(|tokens| *tokens > 0);
         let cached_tokens = self.cached_tokens.or(beside);
@@ -143,7 +146,9 @@ fn scan(text: &[u8], carried_bytes: usize) -> impl Iterator<Item = (Count, u64)>
             return None;
         }
         let number = std::str::from_utf8(&rest[spaces..spaces + digits]).ok()?;
-        Some((count, number.parse().ok()?))
+        // A number that no engine can have counted is none.
+        let number = number.parse().ok().filter(|number| *number <= COUNT_MAX)?;
+        Some((count, number))
     })
 }
 
@@ -199,6 +204,8 @@ mod tests {
         data: {\"meta_info\":{\"prompt_tokens\":12,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n";
     const MESSAGES: &str = "event: message_start\ndata: {\"usage\":{\"input_tokens\":40,\
         \"cache_read_input_tokens\":24,\"output_tokens\":0}}\n\nevent: message_delta\ndata: {\"usage\":{\"output_tokens\":6}}\n\n";
+    const ABSURD: &str = "data: {\"usage\":{\"input_tokens\":18446744073709551615,\
+        \"cache_read_input_tokens\":18446744073709551615,\"output_tokens\":6}}\n\ndata: [DONE]\n\n";
     const SILENT: &str = "data: {\"delta\":\"a\"}\n\ndata: {\"delta\":\"b\"}\n\n";
 
     proptest! {
@@ -214,6 +221,8 @@ mod tests {
             prop_assert_eq!(report(true, STREAM, part_bytes), [Some(12), None, Some(2)]);
             prop_assert_eq!(report(true, MESSAGES, part_bytes), [Some(64), Some(24), Some(6)]);
             prop_assert_eq!(report(true, SILENT, part_bytes), [None, None, None]);
+            prop_assert_eq!(report(true, ABSURD, part_bytes), [None, None, Some(6)]);
+            prop_assert_eq!(used(true, ABSURD, part_bytes), 1006);
             prop_assert_eq!(used(false, "x".repeat(80).as_str(), part_bytes), 1020);
         }
 

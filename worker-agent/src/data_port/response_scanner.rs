@@ -12,6 +12,7 @@
 //! (0.34), best of seven on two busy cores, 2026-11-23.
 
 use memchr::{memchr, memchr2};
+use proto::count::COUNT_MAX;
 
 use crate::session::{Outcome, Usage};
 
@@ -429,11 +430,16 @@ impl JsonState {
 
     fn end_number(&mut self, findings: &mut Findings) {
         let OpenScalar::Number { value } = std::mem::take(&mut self.open_scalar) else { return };
-        let Some(value) = value.filter(|_| self.skipped_depth == 0) else { return };
-        if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::StatusCode]) {
-            findings.abort_status = Some(value);
+        if self.skipped_depth > 0 {
             return;
         }
+        if self.path_is(&[Key::MetaInfo, Key::FinishReason, Key::StatusCode]) {
+            findings.abort_status = value.or(findings.abort_status);
+            return;
+        }
+        // A number that no engine can have counted is as good as none: a pinned session whose turn
+        // has no usage must prove its history.
+        let value = value.filter(|count| *count <= COUNT_MAX);
         let mut path = self.path();
         // In a stream, the Responses and Messages APIs put the object that has the usage into
         // another object.
@@ -442,18 +448,16 @@ impl JsonState {
             path.remove(0);
         }
         match path.as_slice() {
-            [Key::MetaInfo | Key::Usage, Key::PromptTokens] => findings.prompt_tokens = Some(value),
+            [Key::MetaInfo | Key::Usage, Key::PromptTokens] => findings.prompt_tokens = value,
             [Key::MetaInfo | Key::Usage, Key::CompletionTokens] => {
-                findings.completion_tokens = Some(value)
+                findings.completion_tokens = value
             }
             [Key::Usage, Key::CachedTokensBesidePrompt] => {
-                findings.cached_tokens_beside_prompt = Some(value)
+                findings.cached_tokens_beside_prompt = value
             }
             [Key::MetaInfo | Key::Usage, Key::CachedTokens]
-            | [Key::Usage, Key::TokenDetails, Key::CachedTokens] => {
-                findings.cached_tokens = Some(value)
-            }
-            [Key::MetaInfo, Key::Retractions] => findings.retractions = value,
+            | [Key::Usage, Key::TokenDetails, Key::CachedTokens] => findings.cached_tokens = value,
+            [Key::MetaInfo, Key::Retractions] => findings.retractions = value.unwrap_or(COUNT_MAX),
             _ => {}
         }
     }
@@ -589,6 +593,16 @@ mod tests {
                 Outcome::Partial,
             ),
             (SSE, "data: {\"error\":{\"message\":\"boom\"}}\n\ndata: [DONE]\n\n", Outcome::Lost),
+            (
+                None,
+                r#"{"text":"","meta_info":{"finish_reason":{"type":"length"},"prompt_tokens":18446744073709551615,"completion_tokens":6}}"#,
+                Outcome::Finished(None),
+            ),
+            (
+                None,
+                r#"{"type":"message","usage":{"input_tokens":30,"output_tokens":5,"cache_read_input_tokens":18446744073709551600}}"#,
+                usage(30, 5, None),
+            ),
         ]
     }
 
@@ -647,7 +661,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn chunk_borders_do_not_matter(at in 0..11_usize, mut cuts in prop::collection::vec(0..700_usize, 0..12)) {
+        fn chunk_borders_do_not_matter(at in 0..14_usize, mut cuts in prop::collection::vec(0..700_usize, 0..12)) {
             let (kind, text, want) = answers().swap_remove(at);
             cuts.sort_unstable();
             // The texts are ASCII, so a cut at any byte is valid.

@@ -3,7 +3,10 @@
 //! `client` requests the description. `owner` decides by it what the engine can take, and tells
 //! routers its facts.
 
-use proto::load::{EngineFacts, EngineRole, KvTransfer, ModelFiles, Retention};
+use proto::{
+    count::COUNT_MAX,
+    load::{EngineFacts, EngineRole, KvTransfer, ModelFiles, Retention},
+};
 use serde_json::Value;
 
 use super::missing::MissingFlag;
@@ -44,6 +47,8 @@ pub enum PriorityOrder {
     LeastFirst,
 }
 
+/// The most DP ranks of an engine. Real engines have far fewer.
+const RANKS_MAX: u64 = 4096;
 /// The engine's default port of the bootstrap server.
 const BOOTSTRAP_PORT_DEFAULT: u16 = 8998;
 
@@ -92,7 +97,11 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
         .and_then(Value::as_u64)
         .or_else(|| number("max_running_requests"))
         .ok_or("effective_max_running_requests_per_dp is missing")?;
-    let ranks = number("dp_size").unwrap_or(1).max(1);
+    let at_most = |key: &str, number: u64, max: u64| {
+        if number > max { Err(format!("{key} is out of range: {number}")) } else { Ok(number) }
+    };
+    let ranks = at_most("dp_size", number("dp_size").unwrap_or(1).max(1), RANKS_MAX)?;
+    let pool_tokens = required_number("max_total_num_tokens")?;
     let page_tokens = to_u32("page_size", number("page_size").unwrap_or(1).max(1))?;
     let context_tokens = number("context_length")
         .or_else(|| rank_states?.first()?.get("context_length")?.as_u64())
@@ -120,7 +129,7 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             transfer: read_transfer(value),
         },
         rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
-        pool_tokens: required_number("max_total_num_tokens")?,
+        pool_tokens: at_most("max_total_num_tokens", pool_tokens, COUNT_MAX)?,
         device: text("device").unwrap_or("unknown").to_owned(),
         pool_bytes: rank_states.into_iter().flatten().map(pool_bytes).collect(),
         // The engine computes whole prompts if the number is -1.
@@ -245,5 +254,15 @@ mod tests {
         let mut value = server_info();
         value.as_object_mut().unwrap().remove("max_total_num_tokens");
         assert!(parse_info(&value).unwrap_err().contains("max_total_num_tokens"));
+    }
+
+    #[test]
+    fn an_engine_with_absurd_sizes_is_refused() {
+        for key in ["dp_size", "max_total_num_tokens", "page_size", "context_length"] {
+            let mut value = server_info();
+            value[key] = u64::MAX.into();
+            let error = parse_info(&value).unwrap_err();
+            assert!(error.contains(key) && error.contains("out of range"), "{error}");
+        }
     }
 }

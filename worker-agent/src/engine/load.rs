@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, time::Instant};
 
+use proto::count;
 use serde::Deserialize;
 
 /// One rank's entry in `/v1/loads`.
@@ -10,12 +11,16 @@ pub struct RankSample {
     /// The data parallel rank.
     pub dp_rank: u32,
     /// Requests in the running batch.
+    #[serde(deserialize_with = "count::read")]
     pub num_running_reqs: u64,
     /// Requests in the queue.
+    #[serde(deserialize_with = "count::read")]
     pub num_waiting_reqs: u64,
     /// Tokens in use that can't be evicted.
+    #[serde(deserialize_with = "count::read")]
     pub num_used_tokens: u64,
     /// Tokens in the pool.
+    #[serde(deserialize_with = "count::read")]
     pub max_total_num_tokens: u64,
     /// Tokens prefilled since the engine started. Decreases only when the engine restarts.
     #[serde(default)]
@@ -24,7 +29,7 @@ pub struct RankSample {
     #[serde(default)]
     pub total_prefill_busy_us: Option<u64>,
     /// Prompt tokens that wait to be computed, as the engine estimates them.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "count::read_option")]
     pub num_waiting_uncached_tokens: Option<u64>,
     /// When the scheduler took these figures, in seconds of the engine's clock. 0: unknown.
     #[serde(default)]
@@ -55,4 +60,22 @@ pub struct LoadSample {
     pub connection: Option<SocketAddr>,
     /// Whether the engine is paused: it takes requests, and runs none.
     pub is_paused: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::count::COUNT_MAX;
+
+    use super::*;
+
+    #[test]
+    fn absurd_figures_of_an_engine_can_be_added() {
+        let text = r#"{"dp_rank":0,"num_running_reqs":1,"num_waiting_reqs":18446744073709551615,
+            "num_used_tokens":18446744073709551615,"max_total_num_tokens":2,
+            "num_waiting_uncached_tokens":18446744073709551615,"timestamp":1e300}"#;
+        let rank: RankSample = serde_json::from_str(text).unwrap();
+        assert_eq!((rank.num_running_reqs, rank.max_total_num_tokens), (1, 2));
+        let counts = [rank.num_waiting_reqs, rank.num_used_tokens];
+        assert_eq!((counts, rank.num_waiting_uncached_tokens), ([COUNT_MAX; 2], Some(COUNT_MAX)));
+    }
 }

@@ -234,7 +234,8 @@ impl RankCache {
                 }
                 sequencer::SequencerStep::Lost { from, to } => {
                     self.counts.gaps += 1;
-                    self.counts.lost_messages += to - from;
+                    let lost_messages = self.counts.lost_messages.saturating_add(to - from);
+                    self.counts.lost_messages = lost_messages;
                     self.handle_loss(&mut rank_steps);
                 }
                 sequencer::SequencerStep::Restarted => {

@@ -319,7 +319,9 @@ async fn next_replayed(
 fn split_message(frames: Vec<Bytes>) -> Result<(u64, Vec<u8>), Error> {
     let [_, number, payload] = &frames[..] else { return Err(Error::Frame) };
     let number = number[..].try_into().map_err(|_| Error::Frame)?;
-    Ok((u64::from_be_bytes(number), payload.to_vec()))
+    // The engine counts its messages from 0 as signed integers.
+    let number = u64::try_from(i64::from_be_bytes(number)).map_err(|_| Error::Frame)?;
+    Ok((number, payload.to_vec()))
 }
 
 async fn wait_until(deadline: Option<Instant>) {

@@ -237,7 +237,8 @@ impl PauseWatch {
 /// decreased, or the connection is a new one, as it is after a quick restart.
 fn may_be_another_process(before: &LoadSample, after: &LoadSample) -> bool {
     let prefilled_tokens = |sample: &LoadSample| -> u64 {
-        sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens).sum()
+        let counters = sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens);
+        counters.fold(0, u64::saturating_add)
     };
     prefilled_tokens(after) < prefilled_tokens(before) || after.connection != before.connection
 }

@@ -9,7 +9,7 @@
 //! [`HANDOVER_VERSION`]. An agent that doesn't know the version closes the sessions instead, as
 //! after a crash.
 
-use proto::id::SessionKey;
+use proto::{count, id::SessionKey};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -40,11 +40,13 @@ pub struct HandedSession {
     pub(super) state: HandedState,
     pub(super) chooser: Chooser,
     pub(super) sharing: Sharing,
+    #[serde(deserialize_with = "count::read")]
     pub(super) turns_finished: u64,
     /// The time without a turn up to the hand-over.
     pub(super) idle_ms: u64,
     pub(super) idle_ms_max: u64,
     /// Tokens of the history that the engine has committed.
+    #[serde(deserialize_with = "count::read")]
     pub(super) history_tokens: u64,
     pub(super) client: ClientHistory,
     /// The digest of the session that started this one.
@@ -60,8 +62,10 @@ pub struct HandedSession {
 #[serde(deny_unknown_fields)]
 pub(super) struct HandedWeights {
     /// The weights epoch.
+    #[serde(deserialize_with = "count::read")]
     pub(super) epoch: u64,
     /// The number of changes that the shim had counted, or would count; `None` if it is unknown.
+    #[serde(default, deserialize_with = "count::read_option")]
     pub(super) counted: Option<u64>,
 }
 
@@ -70,7 +74,10 @@ pub(super) struct HandedWeights {
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum HandedState {
     /// Pinned, with a request row and KV of its own.
-    Open { resident_tokens: u64 },
+    Open {
+        #[serde(deserialize_with = "count::read")]
+        resident_tokens: u64,
+    },
     /// Pinned. The engine has the history, but no KV of the session's own.
     Demoted {},
     /// Not pinned. `no_pin_ms`: the agent doesn't pin the session before this time has passed.

@@ -576,6 +576,22 @@ mod tests {
     }
 
     #[test]
+    fn absurd_counts_in_a_hand_over_can_be_added() {
+        let mut session = serde_json::to_value(handed("s")).unwrap();
+        session["state"]["open"]["resident_tokens"] = u64::MAX.into();
+        for key in ["history_tokens", "turns_finished"] {
+            session[key] = u64::MAX.into();
+        }
+        session["client"]["longest_answer_tokens"] = u64::MAX.into();
+        session["client"]["last_measured"]["tokens"] = u64::MAX.into();
+        session["weights"] = serde_json::json!({"epoch": u64::MAX, "counted": u64::MAX});
+        let session: HandedSession = serde_json::from_value(session).unwrap();
+        let text = serde_json::to_string(&session).unwrap();
+        let bounded = text.matches(&proto::count::COUNT_MAX.to_string()).count();
+        assert_eq!((bounded, text.contains(&u64::MAX.to_string())), (7, false), "{text}");
+    }
+
+    #[test]
     fn a_file_that_is_not_this_user_s_own_is_not_touched() {
         let dir = tempfile::tempdir().unwrap();
         let victim = dir.path().join("victim");

@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use proto::{
+    count,
     id::Digest,
     load::{Retention, SessionState, VolatilePrefix},
 };
@@ -113,6 +114,7 @@ pub(super) struct ClientHistory {
     /// The size of the latest full history whose tokens the engine or the shim has counted.
     pub(super) last_measured: Option<MeasuredHistory>,
     /// Tokens of the longest answer so far.
+    #[serde(deserialize_with = "count::read")]
     pub(super) longest_answer_tokens: u64,
     /// The divergence streak: how many full histories in a row did not continue the engine's
     /// history.
@@ -129,8 +131,10 @@ pub(super) struct ClientHistory {
 #[serde(deny_unknown_fields)]
 pub(super) struct MeasuredHistory {
     /// The upper bound on the prompt's tokens that was taken from the turn's body.
+    #[serde(deserialize_with = "count::read")]
     pub(super) prompt_tokens_bound: u64,
     /// The counted tokens, with the answer if the turn ran.
+    #[serde(deserialize_with = "count::read")]
     pub(super) tokens: u64,
 }
 
@@ -158,6 +162,12 @@ impl ClientHistory {
             divergence_streak: 0,
             hidden_end_tokens_from: None,
         }
+    }
+
+    /// Counts one more full history that did not continue the engine's history.
+    pub(super) fn extend_divergence_streak(&mut self) {
+        // The count may be that of an earlier agent process.
+        self.divergence_streak = self.divergence_streak.saturating_add(1);
     }
 }
 

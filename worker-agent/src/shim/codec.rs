@@ -34,6 +34,8 @@
 //! `Hello` and `Trimmer` come first on their sockets, and only once. A shim sends an update at
 //! least once a second, as a heartbeat of its scheduler.
 
+use std::time::Duration;
+
 use serde::{
     Deserialize, Deserializer, Serialize,
     de::{DeserializeOwned, Error as _},
@@ -57,6 +59,8 @@ const EVENTS_MAX: usize = 256;
 const SESSIONS_MAX: usize = 512;
 /// The maximum number of names in an audit.
 pub(super) const AUDIT_NAMES_MAX: usize = 1000;
+/// The longest time of an audit that is accepted. Audits take milliseconds.
+const AUDIT_TIME_MAX: Duration = Duration::from_secs(3600);
 /// The maximum DP rank that is accepted. Real engines have far fewer ranks.
 const DP_RANK_MAX: u32 = 4095;
 /// The maximum depth of nested arrays in a message, plus one. An event in the list of an update has
@@ -206,6 +210,13 @@ pub(super) fn decode_dp_rank<'de, D: Deserializer<'de>>(decoder: D) -> Result<u3
         return Err(D::Error::custom("the DP rank is too large"));
     }
     Ok(dp_rank)
+}
+
+/// Decodes the time of an audit, at most [`AUDIT_TIME_MAX`].
+pub(super) fn decode_audit_time<'de, D: Deserializer<'de>>(
+    decoder: D,
+) -> Result<Duration, D::Error> {
+    Duration::deserialize(decoder).map(|spent| spent.min(AUDIT_TIME_MAX))
 }
 
 /// The door for `tests/fuzz`.

@@ -319,11 +319,12 @@ pub(super) fn text(progress: &Progress) -> String {
 fn render(app: &App, live: &Live, progress: &Progress, logprobs: Option<&InputLogprobs>) -> String {
     let reason = progress.finish.as_ref().map_or_else(|| "null".to_owned(), finish_reason);
     let cached = progress.cached_tokens;
+    let prompt_tokens = app.config.prompt_tokens_said.unwrap_or(progress.prompt_tokens as u64);
     let rank = json!((app.config.dp_size > 1).then_some(progress.rank));
     let meta = [
         ("id", json!(live.rid).to_string()),
         ("finish_reason", reason),
-        ("prompt_tokens", progress.prompt_tokens.to_string()),
+        ("prompt_tokens", prompt_tokens.to_string()),
         ("weight_version", "\"default\"".to_owned()),
         ("num_retractions", progress.retractions.to_string()),
         ("storage_prefetch_wait", "0.0".to_owned()),

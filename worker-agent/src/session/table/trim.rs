@@ -295,9 +295,9 @@ impl Table {
             // `handle_question` has decided this for a turn that the shim asked about.
             let extends_streak = turn.awaited.question == Question::NotAsked
                 && !self.has_hidden_end_tokens(key, plan);
-            self.change_session(key, |session| {
-                session.client.divergence_streak += u32::from(extends_streak)
-            });
+            if extends_streak {
+                self.change_session(key, |session| session.client.extend_divergence_streak());
+            }
         }
         self.make_room_for_large_turn(now, rid, key, need);
         (outcome, 0)

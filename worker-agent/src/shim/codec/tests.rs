@@ -3,6 +3,7 @@
 use std::{fmt::Debug, time::Duration};
 
 use proptest::prelude::*;
+use proto::count::COUNT_MAX;
 use serde_bytes::Bytes;
 
 use super::*;
@@ -209,6 +210,19 @@ fn another_protocol_is_named() {
         error.to_string(),
         "the shim speaks protocol 4, this agent 7: install the same version of both"
     );
+}
+
+#[test]
+fn absurd_numbers_of_a_shim_can_be_added() {
+    let audited = ("Audited", 1, (i64::MAX, 0), (), ["a"], Bytes::new(b"report"));
+    let Ok(ShimMessage::Audited(reply)) = decoded(&framed(&audited)) else { panic!("it is valid") };
+    assert_eq!(reply.spent, AUDIT_TIME_MAX);
+    let (max, rows) = (u64::MAX, u32::MAX);
+    let fields =
+        (max, max, max, max, max, max, rows, rows, rows, rows, max, max, max, max, max, true);
+    let facts: RankFacts = rmp_serde::from_slice(&rmp_serde::to_vec(&fields).unwrap()).unwrap();
+    assert_eq!((facts.pool_tokens, facts.used_tokens()), (COUNT_MAX, 3 * COUNT_MAX));
+    assert_eq!((facts.rows_free, facts.weight_changes), (u32::MAX, COUNT_MAX));
 }
 
 #[test]

@@ -60,7 +60,7 @@ impl Table {
         let exceeds_reserved = plan.decision == Plan::Refused && plan.prompt_tokens > tokens_max;
         let can_fit = self.fits_pinned(&key, target_tokens);
         if !exceeds_reserved && !self.has_hidden_end_tokens(&key, plan) {
-            self.change_session(&key, |session| session.client.divergence_streak += 1);
+            self.change_session(&key, |session| session.client.extend_divergence_streak());
         }
         let session = &self.sessions[&key];
         let has_auto_retention = session.has_auto_retention();
