@@ -410,6 +410,9 @@ impl Owner {
                 let rid = rid.strip_prefix("resp_").unwrap_or(&rid);
                 self.table.handle_commit(rid, &id, history_tokens.into(), is_retracted);
             }
+            ShimEvent::Aborted { id, was_running: true, .. } => {
+                self.table.handle_abort(now(), &id);
+            }
             // The agent asks where it must know what they led to.
             ShimEvent::Opened { .. } | ShimEvent::Aborted { .. } => {}
         }

@@ -169,7 +169,7 @@ impl Scanner {
         if findings.abort_status.is_some_and(|status| status >= 500) {
             return Outcome::Partial;
         }
-        if !status.is_success() || findings.abort_status.is_some() {
+        if !status.is_success() || (findings.abort_status.is_some() && !self.has_run()) {
             return Outcome::Refused;
         }
         // The engine may keep a part of these turns. A retracted turn waits in the queue again,
@@ -196,6 +196,16 @@ impl Scanner {
             retractions: findings.retractions,
         });
         Outcome::Finished(usage)
+    }
+
+    /// Whether the response shows that the engine ran the turn. The engine also answers a turn
+    /// that it refused with an output, of a prompt of one token that it put in the turn's place.
+    fn has_run(&self) -> bool {
+        let findings = &self.findings;
+        let (prompt, completion) = (findings.prompt_tokens, findings.completion_tokens);
+        let is_longer =
+            prompt.is_some_and(|tokens| tokens > 1) || completion.is_some_and(|tokens| tokens > 1);
+        is_longer && completion.is_some_and(|tokens| tokens > 0)
     }
 
     /// Returns the token counts found so far, if the response reports them.
@@ -536,6 +546,10 @@ mod tests {
 
     /// Responses in the forms of SGLang 0.5.23, with decoys in their texts and tool arguments.
     fn answers() -> Vec<(Option<&'static [u8]>, &'static str, Outcome)> {
+        [usual_answers(), odd_answers()].concat()
+    }
+
+    fn usual_answers() -> Vec<(Option<&'static [u8]>, &'static str, Outcome)> {
         vec![
             (
                 None,
@@ -593,6 +607,22 @@ mod tests {
                 Outcome::Partial,
             ),
             (SSE, "data: {\"error\":{\"message\":\"boom\"}}\n\ndata: [DONE]\n\n", Outcome::Lost),
+        ]
+    }
+
+    /// Answers to turns that ran and were aborted for their parameters, and with absurd counts.
+    fn odd_answers() -> Vec<(Option<&'static [u8]>, &'static str, Outcome)> {
+        vec![
+            (
+                SSE,
+                "data: {\"output_ids\":[296,12],\"text\":\"!\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"invalid stop_regex '('\",\"status_code\":400},\"prompt_tokens\":31,\"num_retractions\":0,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n",
+                Outcome::Aborted,
+            ),
+            (
+                SSE,
+                "data: {\"output_ids\":[296,12],\"text\":\"!\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"invalid stop_regex '('\",\"status_code\":400},\"prompt_tokens\":31,\"num_retractions\":1,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n",
+                Outcome::Partial,
+            ),
             (
                 None,
                 r#"{"text":"","meta_info":{"finish_reason":{"type":"length"},"prompt_tokens":18446744073709551615,"completion_tokens":6}}"#,
@@ -661,7 +691,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn chunk_borders_do_not_matter(at in 0..14_usize, mut cuts in prop::collection::vec(0..700_usize, 0..12)) {
+        fn chunk_borders_do_not_matter(at in 0..16_usize, mut cuts in prop::collection::vec(0..700_usize, 0..12)) {
             let (kind, text, want) = answers().swap_remove(at);
             cuts.sort_unstable();
             // The texts are ASCII, so a cut at any byte is valid.

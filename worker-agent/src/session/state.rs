@@ -85,6 +85,8 @@ pub(super) struct TurnCounts {
     pub(super) began: Instant,
     /// When the last turn ended, or the session began.
     pub(super) last_end: Instant,
+    /// Whether the engine answered the newest turn of the pinned session as one that it refused.
+    pub(super) was_last_refused: bool,
     /// Whether the session was created by a turn, but no turn has reached the engine and no client
     /// has opened the session.
     pub(super) is_unused: bool,
@@ -173,7 +175,15 @@ impl ClientHistory {
 
 impl TurnCounts {
     pub(super) fn new(now: Instant) -> Self {
-        Self { finished: 0, running: 0, waiting: 0, began: now, last_end: now, is_unused: false }
+        Self {
+            finished: 0,
+            running: 0,
+            waiting: 0,
+            began: now,
+            last_end: now,
+            was_last_refused: false,
+            is_unused: false,
+        }
     }
 
     /// Returns the number of turns that run or wait.

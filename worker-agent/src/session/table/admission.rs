@@ -440,6 +440,7 @@ impl Table {
                 session.turns.waiting -= 1;
                 session.turns.running += 1;
                 session.turns.is_unused = false;
+                session.turns.was_last_refused = false;
                 session.state.continue_in_tree();
                 if closes_session {
                     session.state.begin_closing();

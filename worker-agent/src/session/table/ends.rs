@@ -111,9 +111,15 @@ impl Table {
         let history_before = self.sessions[key].history.tokens;
         let is_open = self.sessions[key].state.is_open();
         match outcome {
-            Outcome::Refused => self.undo_admission(key, inside.had_no_kv()),
-            // The engine rolls the history back and gives the session's KV to its radix tree.
-            Outcome::Aborted => self.change_session(key, |session| session.state.drop_row()),
+            Outcome::Refused if !inside.was_aborted => {
+                self.undo_admission(key, inside.had_no_kv());
+                self.sessions.update(key, |session| session.turns.was_last_refused = true);
+            }
+            // The engine rolls the history back and gives the session's KV to its radix tree. It
+            // may answer such a turn as it answers one that it never ran.
+            Outcome::Refused | Outcome::Aborted => {
+                self.change_session(key, |session| session.state.drop_row())
+            }
             Outcome::Finished(usage) => {
                 self.record_growth(key, usage);
                 self.note_hidden_end_tokens(key, inside, usage);
@@ -161,6 +167,31 @@ impl Table {
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
             }
+        }
+    }
+
+    /// Handles the shim's report that the engine aborted a turn of `incarnation` while it ran. The
+    /// row and the KV of the session are free then. The answer of the turn may look like a refusal.
+    ///
+    /// The report names no turn. If it is late and concerns an earlier turn, it is still true of a
+    /// turn that ends as refused, because such a turn takes no row.
+    pub fn handle_abort(&mut self, now: Instant, incarnation: &str) {
+        let is_running = |inside: &Inside| {
+            inside.runs_pinned() && inside.incarnation.as_deref() == Some(incarnation)
+        };
+        let running = self.tickets.inside().find(|(_, _, inside)| is_running(inside));
+        let running = running.map(|(rid, ..)| rid.to_owned());
+        if let Some(inside) = running.and_then(|rid| self.tickets.inside_mut(&rid)) {
+            inside.was_aborted = true;
+            return;
+        }
+        let Some(key) = self.sessions.key_of(incarnation).cloned() else { return };
+        let session = &self.sessions[&key];
+        if session.turns.was_last_refused && session.state.is_open() {
+            self.change_session(&key, |session| session.state.drop_row());
+            self.schedule_deadline(&key);
+            self.process_queue(now);
+            self.debug_check();
         }
     }
 

@@ -3,6 +3,7 @@
 //! The simulation in the `tests` crate drives the table with random events, against an engine that
 //! misbehaves.
 
+mod aborted;
 mod auto_pin;
 mod demotion;
 mod engine;

@@ -59,6 +59,8 @@ pub(super) struct Inside {
     pub(super) incarnation: Option<String>,
     /// When the client disconnected, if the turn's end at the engine is still awaited.
     pub(super) abandoned_since: Option<Instant>,
+    /// Whether the shim has reported that the engine aborted the turn while it ran.
+    pub(super) was_aborted: bool,
     pub(super) run: Run,
 }
 

@@ -149,7 +149,13 @@ impl Tickets {
             ticket.since = now;
             let Stage::Queued { need, prompt_start } = &mut ticket.stage else { return None };
             let (need, prompt_start) = (*need, mem::take(prompt_start));
-            ticket.stage = Stage::Inside(Inside { need, incarnation, abandoned_since: None, run });
+            ticket.stage = Stage::Inside(Inside {
+                need,
+                incarnation,
+                abandoned_since: None,
+                was_aborted: false,
+                run,
+            });
             Some((ticket.dp_rank, prompt_start))
         });
         let (dp_rank, prompt_start) = entered.flatten().expect("the caller has seen it queued");

@@ -1,0 +1,50 @@
+//! Tests of turns that the engine aborted while they ran, and answered as if it had refused them.
+
+use super::*;
+
+/// Returns the rows and the tokens that the pinned sessions hold.
+fn held(rig: &Rig) -> (u32, u64) {
+    let totals = rig.table.totals(0);
+    (totals.rows_held, totals.pinned_tokens)
+}
+
+fn rig() -> (Rig, String) {
+    let mut rig = Rig::new();
+    rig.table.handle_shim_up(0, true);
+    let incarnation = rig.pin_holding("s", 24);
+    assert_eq!(held(&rig), (1, 32));
+    (rig, incarnation)
+}
+
+#[test]
+fn a_turn_that_ran_frees_its_row_when_the_shim_says_that_it_was_aborted() {
+    for is_late in [false, true] {
+        let (mut rig, incarnation) = rig();
+        let turn = rig.turn(&delta("s")).inside();
+        if !is_late {
+            rig.table.handle_abort(rig.now, &incarnation);
+        }
+        rig.end(&turn, Outcome::Refused);
+        if is_late {
+            assert_eq!(held(&rig), (1, 32), "it looks refused");
+            rig.table.handle_abort(rig.now, &incarnation);
+        }
+        assert_eq!(held(&rig), (0, 0), "late: {is_late}");
+        let next = rig.turn(&delta("s")).inside();
+        rig.end(&next, finished(33, 5));
+        assert_eq!(held(&rig), (1, 48), "the session goes on with its history");
+    }
+}
+
+#[test]
+fn a_turn_that_never_ran_keeps_what_its_session_holds() {
+    let (mut rig, incarnation) = rig();
+    let turn = rig.turn(&delta("s")).inside();
+    rig.end(&turn, Outcome::Refused);
+    assert_eq!(held(&rig), (1, 32));
+    // A late report of an earlier turn says nothing of a session whose next turn has run.
+    let next = rig.turn(&delta("s")).inside();
+    rig.end(&next, finished(33, 5));
+    rig.table.handle_abort(rig.now, &incarnation);
+    assert_eq!(held(&rig), (1, 48));
+}
