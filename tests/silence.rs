@@ -77,6 +77,29 @@ async fn a_hung_scheduler_refuses_what_was_not_sent_and_running_turns_go_on() {
 }
 
 #[tokio::test]
+async fn an_engine_that_goes_on_with_an_answer_is_not_silent() {
+    let started = Cluster::start_worker(|settings| {
+        settings.agent.engine.silent_ms_max = SILENT_MS_MAX;
+        settings.engine.core.decode_ms_per_step = 20.0;
+        settings.engine.snapshots_stand_still = true;
+    });
+    let cluster = started.await.unwrap();
+    let began_at = now();
+    let steps = u32::try_from(SILENT_MS_MAX / 20 + 150).unwrap();
+    let mut answer = cluster.stream("/generate", &[], text_turn("hello there", steps)).await;
+    let url = cluster.agent().admin_url("/readyz");
+    while answer.body_mut().frame().await.is_some() {
+        let ready = cluster.web.get(&url).await.unwrap();
+        assert_eq!(ready.status, StatusCode::OK, "{}", ready.text());
+    }
+    assert!(began_at.elapsed() > Duration::from_millis(SILENT_MS_MAX), "it was long enough");
+    let reason = unready(&cluster.web, cluster.agent()).await;
+    assert!(reason.contains("scheduler of rank 0"), "{reason}");
+    let waiting = cluster.post("/generate", &[], &ids_turn(&[1, 2], 1)).await;
+    assert_refused_as_silent(&waiting);
+}
+
+#[tokio::test]
 async fn a_paused_engine_is_not_silent() {
     let cluster = start().await;
     let mut client = cluster.agent().control_client().await.unwrap();

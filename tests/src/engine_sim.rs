@@ -85,6 +85,9 @@ pub struct Config {
     /// The prompt tokens that every answer of `/generate` reports. `None`: those that it has.
     #[arg(skip)]
     pub prompt_tokens_said: Option<u64>,
+    /// Whether all load snapshots have the time of the first, as if the scheduler took no others.
+    #[arg(skip)]
+    pub snapshots_stand_still: bool,
     /// The publisher of KV events, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
     /// topic, bind; and `arrays` for the encoding of older releases.
     #[arg(long = "kv-events-config", value_parser = kv_events)]

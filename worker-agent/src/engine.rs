@@ -2,11 +2,12 @@
 //!
 //! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, `info` reads its
 //! description, [`control`] reads what a control call did, [`stall_detector`] finds out when the
-//! engine makes no progress, [`silence`] when it says nothing, [`model_files`] finds the tokenizer
-//! files of the engine's model, and [`missing`] the flags that the engine lacks. The parts only
-//! read, send and report. [`crate::owner`] decides what to do, and `data_port` sends turns through
-//! the client.
+//! engine makes no progress, [`silence`] when it says nothing, also by [`answer_signs`],
+//! [`model_files`] finds the tokenizer files of the engine's model, and [`missing`] the flags that
+//! the engine lacks. The parts only read, send and report. [`crate::owner`] decides what to do, and
+//! `data_port` sends turns through the client.
 
+pub mod answer_signs;
 mod client;
 pub mod control;
 mod info;

@@ -45,6 +45,7 @@ use super::{
     spans,
 };
 use crate::{
+    engine::answer_signs::TurnSigns,
     owner::{Lease, RunModeResult},
     session::{Outcome, Turn},
 };
@@ -103,6 +104,8 @@ pub(super) struct Exchange {
     /// The weights epoch at the admission of a turn in a pinned session, until its answer's first
     /// bytes arrive.
     awaited_epoch: Option<u64>,
+    /// The signs of life in the answer.
+    signs: TurnSigns,
     /// The span of the answer's body. Empty before its head, and after its end.
     stream: Span,
     trace: Trace,
@@ -121,17 +124,18 @@ enum EngineAnswer {
 }
 
 impl Exchange {
-    /// Creates the exchange of a turn that is being sent. `abort_confirms_end` says whether the
-    /// turn can be aborted by `rid`, after which its answer shows its end.
+    /// Creates the exchange of a turn that is being sent to a DP rank. `abort_confirms_end` says
+    /// whether the turn can be aborted by `rid`, after which its answer shows its end.
     pub(super) fn new(
         context: TurnContext,
-        rid: String,
+        (rid, dp_rank): (String, u32),
         lease: Lease,
         answer: ResponseFuture,
         abort_confirms_end: bool,
         running: AgentTurn,
         trace: Trace,
     ) -> Self {
+        let signs = TurnSigns::new(context.agent.answer_signs.clone(), dp_rank);
         let token = running.aborted_token();
         let cut_off = (running.facts().reach == AbortReach::Connection)
             .then(|| Box::pin(token.clone().cancelled_owned()));
@@ -150,6 +154,7 @@ impl Exchange {
             is_abandoned: false,
             is_refused_by_shim: false,
             awaited_epoch: None,
+            signs,
             stream: Span::default(),
             trace,
             context,
@@ -284,6 +289,9 @@ impl Exchange {
             outcome => outcome,
         };
         self.running = None;
+        if matches!(outcome, Outcome::Finished(_) | Outcome::Unheard(_) | Outcome::Aborted) {
+            self.signs.note_end();
+        }
         if let Some(lease) = self.lease.take() {
             self.context.metrics.record_turn_end(outcome.as_str(), self.sent_at.elapsed());
             self.stream = Span::default();
@@ -311,6 +319,7 @@ impl Exchange {
     fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
             Some(Ok(frame)) => {
+                self.signs.note_frame();
                 let is_last = frame.data_ref().is_some_and(|data| self.scanner.push(data));
                 if is_last {
                     self.finish(self.scanner.outcome(self.status));
@@ -418,6 +427,7 @@ impl Drop for Exchange {
             is_abandoned: true,
             is_refused_by_shim: self.is_refused_by_shim,
             awaited_epoch: None,
+            signs: self.signs.clone(),
             stream: std::mem::take(&mut self.stream),
             trace: std::mem::take(&mut self.trace),
             context: self.context.clone(),

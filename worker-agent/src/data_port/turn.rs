@@ -254,10 +254,17 @@ impl ReadTurn {
         engine_span.inject(outgoing.headers_mut());
         lease.mark_sent();
         let abort_confirms_end = parsed.has_single_answer && route.kind.rid_key().is_some();
-        let rid = engine_rid(route.kind, &lease.rid);
+        let engine_turn = (engine_rid(route.kind, &lease.rid), turn.dp_rank);
         let answer = context.engine.send(outgoing);
-        let mut exchange =
-            Exchange::new(context.clone(), rid, lease, answer, abort_confirms_end, running, trace);
+        let mut exchange = Exchange::new(
+            context.clone(),
+            engine_turn,
+            lease,
+            answer,
+            abort_confirms_end,
+            running,
+            trace,
+        );
         let answer_head = exchange.wait_for_head().await;
         drop(engine_span);
         let answer_head = answer_head?;

@@ -6,6 +6,9 @@
 //! - each data parallel rank's scheduler takes a new snapshot, or its shim (Berth's part in the
 //!   scheduler's process) sends something. The shim sends at least a heartbeat each second.
 //!
+//! An answer to a turn that goes on or ends is a sign of both. Such signs have no time of their
+//! own, only a count, so the detector looks at the counts more often than a sign may be missing.
+//!
 //! A scheduler says nothing during a step, so a long prefill is allowed for: the caller estimates
 //! how long it takes. A paused engine takes no snapshots, but it is not silent: it says that it is
 //! paused. The detector does no I/O and reads no clock: each sign has its own time.
@@ -13,6 +16,10 @@
 use std::time::{Duration, Instant};
 
 use super::LoadSample;
+
+/// How often turns' answers are looked at, at least, while no other sign comes: this many times in
+/// the time after which the engine is silent. A sign in an answer counts as new at the next look.
+const LOOKS_MIN: u32 = 4;
 
 /// Watches the signs of one engine process.
 #[derive(Debug)]
@@ -24,7 +31,7 @@ pub struct SilenceDetector {
     ranks: Vec<RankSigns>,
     /// Why the engine is silent; `None` while it speaks.
     reason: Option<String>,
-    /// No sign is missing before this time. `None` while the engine is silent, or unknown.
+    /// No sign is missing before this time, and answers are looked at again then. `None` while the engine is silent, or unknown.
     next_check: Option<Instant>,
 }
 
@@ -35,6 +42,8 @@ struct RankSigns {
     snapshot_us: Option<u64>,
     /// When the newest sign came.
     spoke_at: Instant,
+    /// The count of signs in turns' answers at the last look.
+    answer_signs: u64,
 }
 
 impl SilenceDetector {
@@ -56,19 +65,33 @@ impl SilenceDetector {
         for (index, rank) in sample.ranks.iter().enumerate() {
             let snapshot_us = rank.snapshot_us();
             match self.ranks.get_mut(index) {
-                None => self.ranks.push(RankSigns { snapshot_us, spoke_at: sample.at }),
+                None => {
+                    let (spoke_at, answer_signs) = (sample.at, 0);
+                    self.ranks.push(RankSigns { snapshot_us, spoke_at, answer_signs });
+                }
                 // An engine whose snapshots have no time is only known to answer.
                 Some(signs)
                     if signs.snapshot_us != snapshot_us
                         || snapshot_us.is_none()
                         || sample.is_paused =>
                 {
-                    *signs = RankSigns { snapshot_us, spoke_at: sample.at };
+                    *signs = RankSigns { snapshot_us, spoke_at: sample.at, ..*signs };
                 }
                 Some(_) => {}
             }
         }
-        self.schedule();
+        self.schedule(sample.at);
+    }
+
+    /// Looks at the counts of signs in turns' answers. `count` returns that of a rank.
+    pub fn record_answers(&mut self, at: Instant, count: impl Fn(u32) -> u64) {
+        for (dp_rank, signs) in (0..).zip(&mut self.ranks) {
+            let answer_signs = count(dp_rank);
+            if signs.answer_signs != answer_signs {
+                (signs.answer_signs, signs.spoke_at) = (answer_signs, signs.spoke_at.max(at));
+                self.answered_at = self.answered_at.max(Some(at));
+            }
+        }
     }
 
     /// Notes that the shim of a rank has sent something that its scheduler's thread made.
@@ -76,7 +99,7 @@ impl SilenceDetector {
         if let Some(signs) = self.ranks.get_mut(dp_rank as usize) {
             signs.spoke_at = signs.spoke_at.max(at);
         }
-        self.schedule();
+        self.schedule(at);
     }
 
     /// Checks the signs. `prefill_time` returns how long a rank's scheduler may be in a step that
@@ -102,7 +125,8 @@ impl SilenceDetector {
             }
             next_check = next_check.min(limit);
         }
-        self.next_check = reason.is_none().then_some(next_check);
+        let next_look = now + self.silent_max / LOOKS_MIN;
+        self.next_check = reason.is_none().then_some(next_check.min(next_look));
         self.set_reason(reason)
     }
 
@@ -118,10 +142,12 @@ impl SilenceDetector {
         self.next_check
     }
 
-    /// Computes from the signs when one of them is missing.
-    fn schedule(&mut self) {
+    /// Computes from the signs when one of them is missing. `now` is the time of the newest one.
+    fn schedule(&mut self, now: Instant) {
         let signs = self.ranks.iter().map(|signs| signs.spoke_at).chain(self.answered_at);
-        self.next_check = signs.min().map(|oldest| oldest + self.silent_max);
+        let missing_at = signs.min().map(|oldest| oldest + self.silent_max);
+        let next_look = now + self.silent_max / LOOKS_MIN;
+        self.next_check = missing_at.map(|missing_at| missing_at.min(next_look));
     }
 
     /// Sets the reason, and returns whether the engine has become silent or speaks again. While it
@@ -247,6 +273,43 @@ mod tests {
         assert!(rig.detector.reason().unwrap().contains("rank 1"));
         rig.detector.record_shim(1, rig.at(15.5));
         assert!(!rig.is_silent(15.5));
+    }
+
+    #[test]
+    fn an_engine_that_answers_turns_is_not_silent_though_its_snapshots_stand_still() {
+        let mut rig = Rig::new();
+        for second in 0..=60 {
+            let time = f64::from(second);
+            if second % 2 == 0 {
+                rig.sample(time, [1.0, 1.0], false);
+            }
+            // Rank 1 goes on with an answer until 30 s.
+            let counts = [0, u64::from(second.min(30_u32))];
+            rig.detector.record_answers(rig.at(time), |dp_rank| counts[dp_rank as usize]);
+            rig.detector.record_shim(0, rig.at(time));
+            assert_eq!(rig.is_silent(time), second >= 40, "at {second} s");
+        }
+        assert!(rig.detector.reason().unwrap().contains("rank 1"));
+        rig.detector.record_answers(rig.at(61.0), |dp_rank| u64::from(dp_rank) * 31);
+        assert!(!rig.is_silent(61.0), "it goes on");
+    }
+
+    #[test]
+    fn a_server_that_sends_an_answer_answers() {
+        let mut rig = Rig::new();
+        rig.sample(0.0, [1.0, 1.0], false);
+        let mut time = rig.detector.next_check().unwrap();
+        let mut looks = 0;
+        while time <= rig.at(30.0) {
+            // Both ranks go on with answers until 15 s, and no sample comes.
+            let count = u64::from(looks.min(5_u32));
+            rig.detector.record_answers(time, |_| count);
+            rig.detector.check(time, |_, _| Duration::ZERO);
+            assert_eq!(rig.detector.reason().is_some(), time >= rig.at(25.0), "look {looks}");
+            looks += 1;
+            time = rig.detector.next_check().unwrap_or(time + SILENT);
+        }
+        assert!(looks > 4, "answers are looked at often enough");
     }
 
     #[test]

@@ -11,7 +11,8 @@ use tracing::{error, info, warn};
 
 use super::Error;
 use crate::engine::{
-    EngineInfo, LoadSample, silence::SilenceDetector, stall_detector::StallDetector,
+    EngineInfo, LoadSample, answer_signs::AnswerSigns, silence::SilenceDetector,
+    stall_detector::StallDetector,
 };
 
 /// What is known of the engine.
@@ -26,6 +27,8 @@ pub(super) struct EngineState {
     stuck_reason: Option<String>,
     stall_detector: StallDetector,
     silence: SilenceDetector,
+    /// The signs of life in the answers that turns get.
+    answer_signs: AnswerSigns,
     /// The number of engine processes that were known so far.
     process: u64,
     /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
@@ -42,6 +45,7 @@ impl EngineState {
             stuck_reason: None,
             stall_detector: StallDetector::default(),
             silence: SilenceDetector::new(silent_max),
+            answer_signs: AnswerSigns::default(),
             process: 0,
             stall_max,
         }
@@ -144,6 +148,11 @@ impl EngineState {
         Some(info)
     }
 
+    /// Returns where turns note the signs of life in their answers.
+    pub(super) fn answer_signs(&self) -> &AnswerSigns {
+        &self.answer_signs
+    }
+
     /// Notes that a rank's scheduler has sent something through its shim.
     pub(super) fn record_shim(&mut self, dp_rank: u32, at: Instant) {
         self.silence.record_shim(dp_rank, at);
@@ -157,6 +166,9 @@ impl EngineState {
         now: Instant,
         step_time: impl Fn(u32, Instant) -> Duration,
     ) -> bool {
+        if self.silence.next_check().is_none_or(|due| due <= now) {
+            self.record_answers(now);
+        }
         let has_changed = self.silence.check(now, step_time);
         match self.silence.reason() {
             Some(reason) if has_changed => error!(reason, "engine silent"),
@@ -174,11 +186,16 @@ impl EngineState {
     /// Looks in a load sample for signs that the engine makes no progress.
     pub(super) fn check_sample(&mut self, sample: &LoadSample) {
         self.silence.record_sample(sample);
+        self.record_answers(sample.at);
         let stuck_reason = self.stall_detector.check_sample(sample, self.stall_max);
         if let (None, Some(reason)) = (&self.stuck_reason, &stuck_reason) {
             error!(reason, "engine stuck");
         }
         self.stuck_reason = stuck_reason;
+    }
+
+    fn record_answers(&mut self, at: Instant) {
+        self.silence.record_answers(at, |dp_rank| self.answer_signs.count(dp_rank));
     }
 }
 

@@ -27,6 +27,7 @@ use crate::{
     audit::{self, SessionPages},
     engine::{
         EngineInfo, LoadSample, PriorityOrder,
+        answer_signs::AnswerSigns,
         control::{ControlOutcome, ControlRequest, WeightsLabel},
     },
     session::{
@@ -289,6 +290,8 @@ pub struct AgentHandle {
     pub description: watch::Receiver<Option<Arc<Description>>>,
     /// The engine's weights.
     pub weights: watch::Receiver<Weights>,
+    /// Where turns note the signs of life in their answers.
+    pub answer_signs: AnswerSigns,
 }
 
 impl AgentHandle {

@@ -29,7 +29,7 @@ use super::{
 use crate::{
     audit::Audits,
     config::announce::Advertised,
-    engine::EngineInfo,
+    engine::{EngineInfo, answer_signs::AnswerSigns},
     gpu::Gpus,
     ledger::{self, AgentHealth, Ledger},
     metrics::Metrics,
@@ -146,9 +146,10 @@ impl Reporter {
         mailbox: mpsc::Sender<OwnerMessage>,
         turn_ends: mpsc::Sender<TurnEnd>,
         weights: watch::Receiver<Weights>,
+        answer_signs: AnswerSigns,
     ) -> AgentHandle {
         let (report, description) = (self.reports.subscribe(), self.descriptions.subscribe());
-        AgentHandle { mailbox, turn_ends, report, description, weights }
+        AgentHandle { mailbox, turn_ends, report, description, weights, answer_signs }
     }
 
     /// Notes that something may have changed since the last load report.

@@ -104,8 +104,13 @@ impl OwnerSetup {
         let control = EngineControl::default();
         Owner {
             table: Table::new(table_settings, capacity),
+            handle: reporter.agent_handle(
+                mailbox.clone(),
+                turn_ends,
+                control.subscribe(),
+                engine.answer_signs().clone(),
+            ),
             engine,
-            handle: reporter.agent_handle(mailbox.clone(), turn_ends, control.subscribe()),
             control,
             shims: Shims::new(shim, gpus, tasks.clone()),
             engine_calls: EngineCalls::new(

@@ -53,8 +53,9 @@ fn load(app: &App, rank: usize, report: &RankReport, include: &[&str]) -> Value 
     let used = facts.used();
     let busy_us = u64::try_from(facts.prefill_busy.as_micros()).unwrap_or(u64::MAX);
     let steps = report.gauges.decode_steps;
+    let made_at = if app.config.snapshots_stand_still { 1.0 } else { report.made_at };
     let mut load = json!({
-        "timestamp": report.made_at,
+        "timestamp": made_at,
         "dp_rank": rank,
         "num_running_reqs": facts.running,
         "num_waiting_reqs": facts.waiting,
