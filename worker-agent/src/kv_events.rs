@@ -58,9 +58,6 @@ const SNAPSHOTS_MAX: usize = 2;
 const QUEUED_EVENTS_MAX: usize = 2;
 /// The maximum number of watchers that wait for a snapshot of one rank.
 const SNAPSHOT_REQUESTS_MAX: usize = WATCHERS_MAX;
-/// The maximum number of pages tracked, as a multiple of the pages in a rank's GPU pool. It is more
-/// than 1, because the host's memory holds further pages.
-const TRACKED_PAGES_PER_POOL_PAGE: usize = 4;
 
 /// State shared by the ranks' tasks and the watchers' tasks.
 struct Shared {
@@ -204,9 +201,8 @@ fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec
     let request_channels = (0..info.ranks).map(|dp_rank| {
         let (requests_sender, mut requests) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
         let subscriber_parts = rank_addresses(info, dp_rank).and_then(|addresses| {
-            let pages_max = info.pool_pages.saturating_mul(TRACKED_PAGES_PER_POOL_PAGE);
-            let rank =
-                RankCache::new(info.page_tokens, pages_max).map_err(|error| error.to_string())?;
+            let rank = RankCache::new(info.page_tokens, info.pool_pages);
+            let rank = rank.map_err(|error| error.to_string())?;
             Ok((addresses, rank))
         });
         let shared = Arc::clone(shared);

@@ -37,7 +37,10 @@ use super::{
     missing::missing_flags,
     model_files,
 };
-use crate::kv_events::publisher_info::{PublisherAddresses, PublisherInfo};
+use crate::kv_events::{
+    pages::TierPages,
+    publisher_info::{PublisherAddresses, PublisherInfo, host_tokens},
+};
 
 /// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has
 /// about 40 KiB.
@@ -238,8 +241,7 @@ impl EngineClient {
             instance: info.facts.instance.clone(),
             ranks: u32::try_from(info.rows.len()).unwrap_or(u32::MAX),
             page_tokens,
-            pool_pages: usize::try_from(info.pool_tokens).unwrap_or(usize::MAX)
-                / page_tokens as usize,
+            pool_pages: pool_pages(&value, &info, page_tokens),
             publishers,
         };
         Ok((info, model_files::TokenizerSource::from_info(&value), publisher_info))
@@ -425,6 +427,16 @@ impl EngineClient {
         parts.path_and_query = Some(path.cloned().unwrap_or(PathAndQuery::from_static("/")));
         Uri::from_parts(parts).expect("the base has scheme and authority, checked by the settings")
     }
+}
+
+/// Returns the pages in the pools of one rank, for pages of `page_tokens` tokens.
+fn pool_pages(value: &Value, info: &EngineInfo, page_tokens: u32) -> TierPages {
+    let device_bytes = info.pool_bytes.first().copied().flatten();
+    let token_bytes = device_bytes.and_then(|bytes| bytes.checked_div(info.pool_tokens));
+    let pages =
+        |tokens: u64| usize::try_from(tokens / u64::from(page_tokens)).unwrap_or(usize::MAX);
+    let device = pages(info.pool_tokens);
+    TierPages { device, host: pages(host_tokens(value, info.pool_tokens, token_bytes)) }
 }
 
 #[cfg(test)]

@@ -63,9 +63,43 @@ pub enum Error {
     /// routers can't compute that hash from a prompt.
     #[error("a token is not a 32-bit id; its pages can't be used for routing")]
     WideToken,
-    /// The maximum number of pages, which the caller of [`Pages::new`] gave, is already tracked.
+    /// The maximum number of pages, which the caller of [`Pages::new`] gave, is already tracked, in
+    /// all or in one tier.
     #[error("more than {0} pages are resident; earlier events were lost")]
     TooManyPages(usize),
+}
+
+/// A number of pages in each tier: the sizes of pools, or bounds, or pages that are resident.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TierPages {
+    /// Pages in the GPU's memory.
+    pub device: usize,
+    /// Pages in the host's memory.
+    pub host: usize,
+}
+
+impl TierPages {
+    /// Returns the sum of both tiers. A page that is in both counts twice.
+    #[must_use]
+    pub fn total(self) -> usize {
+        self.device.saturating_add(self.host)
+    }
+
+    /// Returns the number of one tier.
+    #[must_use]
+    pub fn of(self, tier: Tier) -> usize {
+        match tier {
+            Tier::Device => self.device,
+            Tier::Host => self.host,
+        }
+    }
+
+    pub(super) fn of_mut(&mut self, tier: Tier) -> &mut usize {
+        match tier {
+            Tier::Device => &mut self.device,
+            Tier::Host => &mut self.host,
+        }
+    }
 }
 
 /// The tracked pages of one rank: all resident pages, and the pages before them in their prompts.
@@ -74,7 +108,9 @@ pub struct Pages {
     /// Converts between page numbers and block numbers.
     grid: Grid,
     block_tokens: BlockTokens,
-    pages_max: usize,
+    /// The most pages that may be resident in each tier. The sum bounds all tracked pages. The last
+    /// event before a tier's bound is applied whole.
+    pages_max: TierPages,
     /// All runs, by id.
     runs: Vec<Run>,
     /// The ids of runs that are in no use.
@@ -83,6 +119,8 @@ pub struct Pages {
     table: RunTable,
     /// The number of distinct tracked pages.
     page_count: usize,
+    /// The number of resident pages.
+    resident: TierPages,
     /// Bytes of memory held by the lists of all runs.
     lists_bytes: usize,
 }
@@ -159,16 +197,26 @@ fn tier_bit(tier: Tier) -> u64 {
 }
 
 impl Pages {
-    /// Creates an empty set for pages of `page_tokens` tokens, at most `pages_max` of them.
+    /// Creates an empty set for pages of `page_tokens` tokens, at most `pages_max` of them in each
+    /// tier.
     ///
     /// # Errors
     /// When no block size exists for such pages.
-    pub fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
+    pub fn new(page_tokens: u32, pages_max: TierPages) -> Result<Self, proto::block::Error> {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
         let (runs, free_ids, table) = (vec![Run::default()], vec![], RunTable::new());
-        let (page_count, lists_bytes) = (0, 0);
-        Ok(Self { grid, block_tokens, pages_max, runs, free_ids, table, page_count, lists_bytes })
+        Ok(Self {
+            grid,
+            block_tokens,
+            pages_max,
+            runs,
+            free_ids,
+            table,
+            page_count: 0,
+            resident: TierPages::default(),
+            lists_bytes: 0,
+        })
     }
 
     /// Returns the number of distinct tracked pages. It includes pages that are no longer resident
@@ -209,6 +257,7 @@ impl Pages {
             CacheEvent::Cleared => {
                 (self.runs, self.free_ids) = (vec![Run::default()], vec![]);
                 (self.table, self.page_count, self.lists_bytes) = (RunTable::new(), 0, 0);
+                self.resident = TierPages::default();
                 changes.extend([self.reset_change(), Change::Complete]);
                 Ok(())
             }
@@ -230,6 +279,9 @@ impl Pages {
                 Position { run, pages_before: parent_index + 1 }
             }
         };
+        if self.resident.of(tier) >= self.pages_max.of(tier) {
+            return Err(Error::TooManyPages(self.pages_max.of(tier)));
+        }
         // Each round begins after `applied` pages of the event, at `position` in the tree.
         let mut applied = 0;
         while let Some(&next_page) = stored.pages.get(applied) {
@@ -333,7 +385,7 @@ impl Pages {
 }
 
 /// Returns the tier of a memory. Returns `None` for a memory that routing ignores.
-fn medium_tier(medium: Medium) -> Option<Tier> {
+pub(super) fn medium_tier(medium: Medium) -> Option<Tier> {
     match medium {
         Medium::Gpu => Some(Tier::Device),
         Medium::Cpu => Some(Tier::Host),

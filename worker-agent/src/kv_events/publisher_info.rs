@@ -7,9 +7,13 @@
 
 use std::net::IpAddr;
 
+use proto::count::bounded;
 use serde_json::Value;
 
-use super::zmtp::Endpoint;
+use super::{pages::TierPages, zmtp::Endpoint};
+
+/// The engine's default size of the host's pool, as a multiple of the device's.
+const HICACHE_RATIO_DEFAULT: f64 = 2.0;
 
 /// The engine facts that are needed to follow its KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,10 +24,40 @@ pub struct PublisherInfo {
     pub ranks: u32,
     /// Tokens in a page, as the events count pages.
     pub page_tokens: u32,
-    /// Pages in the pool of one rank, as the events count pages.
-    pub pool_pages: usize,
+    /// Pages in the pools of one rank, as the events count pages.
+    pub pool_pages: TierPages,
     /// The addresses of the publishers, or the reason why there are none.
     pub publishers: Result<PublisherAddresses, String>,
+}
+
+/// Returns the tokens in the host's pool of one rank, as `/server_info` describes it, for a device
+/// pool of `device_tokens` tokens. A token takes `token_bytes` bytes there, if that is known.
+/// Returns 0 if the engine keeps no KV in the host's memory.
+#[must_use]
+pub fn host_tokens(info: &Value, device_tokens: u64, token_bytes: Option<u64>) -> u64 {
+    if info.get("enable_hierarchical_cache").and_then(Value::as_bool) != Some(true) {
+        return 0;
+    }
+    let number = |key: &str| info.get(key).and_then(Value::as_f64).filter(|number| *number > 0.0);
+    // Given in GB, the size takes precedence over the ratio.
+    let by_size = number("hicache_size").zip(token_bytes.filter(|bytes| *bytes > 0));
+    let by_size = by_size.map(|(gigabytes, bytes)| to_tokens(gigabytes * 1e9 / to_f64(bytes)));
+    let ratio = number("hicache_ratio").unwrap_or(HICACHE_RATIO_DEFAULT);
+    by_size.unwrap_or_else(|| to_tokens(to_f64(device_tokens) * ratio))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a bound needs no more precision")]
+fn to_f64(count: u64) -> f64 {
+    count as f64
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a positive float saturates"
+)]
+fn to_tokens(tokens: f64) -> u64 {
+    bounded(tokens as u64)
 }
 
 /// The addresses of the publishers.
@@ -176,6 +210,20 @@ mod tests {
 
     fn parse(kv_events: &Value) -> Result<PublisherAddresses, String> {
         PublisherAddresses::from_server_info(&json!({ "kv_events": kv_events }), "10.0.0.7")
+    }
+
+    #[test]
+    fn the_host_s_pool_is_as_large_as_its_flags_say() {
+        let info =
+            json!({"enable_hierarchical_cache": true, "hicache_ratio": 4.5, "hicache_size": 0});
+        assert_eq!(host_tokens(&info, 1000, None), 4500);
+        let sized =
+            json!({"enable_hierarchical_cache": true, "hicache_ratio": 2.0, "hicache_size": 3});
+        assert_eq!(host_tokens(&sized, 1000, Some(100_000)), 30_000);
+        assert_eq!(host_tokens(&sized, 1000, None), 2000, "the bytes of a token are unknown");
+        assert_eq!(host_tokens(&json!({"hicache_ratio": 2.0}), 1000, None), 0);
+        let absurd = json!({"enable_hierarchical_cache": true, "hicache_ratio": 1e300});
+        assert_eq!(host_tokens(&absurd, u64::MAX, None), proto::count::COUNT_MAX);
     }
 
     #[test]

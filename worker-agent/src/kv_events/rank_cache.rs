@@ -16,12 +16,17 @@
 use proto::{block::Tier, kv::Change};
 
 use super::{
-    TRACKED_PAGES_PER_POOL_PAGE,
     decode::{self, CacheEvent},
     hash_check::{Verdict, Verifier},
-    pages::{Error, Pages},
+    pages::{Error, Pages, TierPages, medium_tier},
     sequencer::{self, Sequencer},
 };
+
+/// The maximum number of pages tracked in a tier, as a multiple of the pages in its pool.
+const TRACKED_PAGES_PER_POOL_PAGE: usize = 2;
+/// The assumed size of a host's pool that isn't known, as a multiple of the device's: the engine's
+/// default.
+const HOST_PAGES_PER_DEVICE_PAGE: usize = 2;
 
 /// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +67,8 @@ pub(super) struct Counts {
 #[derive(Debug)]
 pub(super) struct RankCache {
     page_tokens: u32,
-    pages_max: usize,
+    /// The pages that the rank's pools hold.
+    pool_pages: TierPages,
     sequencer: Sequencer<Vec<u8>>,
     /// Checks the page hashes of store events.
     verifier: Verifier,
@@ -74,30 +80,33 @@ pub(super) struct RankCache {
     is_first_replay_over: bool,
     /// Whether pages may be resident that the rank doesn't know, because messages were lost.
     /// Becomes false when an event says that the engine's cache was emptied (a republished radix
-    /// tree begins with such an event), when as many pages were stored since the loss as the pool
-    /// holds, when the engine restarts, and with a new connection.
+    /// tree begins with such an event), when as many pages were stored since the loss as the pools
+    /// hold, when the engine restarts, and with a new connection.
     has_unknown_pages: bool,
-    /// The number of pages that the engine has stored since messages were lost.
-    pages_stored_since_loss: usize,
+    /// The numbers of pages that the engine has stored since messages were lost.
+    pages_stored_since_loss: TierPages,
     counts: Counts,
     /// The latest reason why pages were rejected, until [`RankCache::take_rejection`].
     last_rejection: Option<String>,
 }
 
 impl RankCache {
-    /// Creates the state of a rank with an empty cache. A page has `page_tokens` tokens. At most
-    /// `pages_max` pages are tracked.
-    pub(super) fn new(page_tokens: u32, pages_max: usize) -> Result<Self, proto::block::Error> {
+    /// Creates the state of a rank with an empty cache. A page has `page_tokens` tokens, and the
+    /// rank's pools hold `pool_pages`.
+    pub(super) fn new(
+        page_tokens: u32,
+        pool_pages: TierPages,
+    ) -> Result<Self, proto::block::Error> {
         Ok(Self {
             page_tokens,
-            pages_max,
+            pool_pages,
             sequencer: Sequencer::default(),
             verifier: Verifier::default(),
-            pages: Pages::new(page_tokens, pages_max)?,
+            pages: Pages::new(page_tokens, tracked_pages_max(pool_pages))?,
             resident_blocks: [0; 2],
             is_first_replay_over: false,
             has_unknown_pages: false,
-            pages_stored_since_loss: 0,
+            pages_stored_since_loss: TierPages::default(),
             counts: Counts::default(),
             last_rejection: None,
         })
@@ -253,12 +262,12 @@ impl RankCache {
     /// them.
     fn handle_loss(&mut self, steps: &mut Vec<RankStep>) {
         self.forget_pages();
-        (self.has_unknown_pages, self.pages_stored_since_loss) = (true, 0);
+        (self.has_unknown_pages, self.pages_stored_since_loss) = (true, TierPages::default());
         self.push_snapshot_step(steps);
     }
 
     fn forget_pages(&mut self) {
-        let empty = Pages::new(self.page_tokens, self.pages_max);
+        let empty = Pages::new(self.page_tokens, tracked_pages_max(self.pool_pages));
         self.pages = empty.expect("`new` accepted this page size");
         self.resident_blocks = [0; 2];
     }
@@ -284,10 +293,11 @@ impl RankCache {
             self.apply_event(event, &mut changes);
         }
         self.count_resident(&changes);
-        let pool_pages = self.pages_max / TRACKED_PAGES_PER_POOL_PAGE;
-        let has_relearned = self.has_unknown_pages && self.pages_stored_since_loss >= pool_pages;
+        let (pools, stored) = (self.pool_pages, self.pages_stored_since_loss);
+        let is_replaced = stored.device >= pools.device && stored.host >= pools.host;
+        let has_relearned = self.has_unknown_pages && is_replaced;
         if has_relearned {
-            // As many pages were stored since the loss as the pool holds. So every page that was
+            // As many pages were stored since the loss as the pools hold. So every page that was
             // resident before the loss has been evicted.
             self.has_unknown_pages = false;
         }
@@ -303,7 +313,9 @@ impl RankCache {
         match event {
             CacheEvent::Stored(stored) => {
                 self.counts.stored += 1;
-                self.pages_stored_since_loss += stored.pages.len();
+                if let Some(tier) = medium_tier(stored.medium) {
+                    *self.pages_stored_since_loss.of_mut(tier) += stored.pages.len();
+                }
                 if self.verifier.check(stored) == Verdict::Wrong {
                     self.counts.mismatches += 1;
                     self.last_rejection =
@@ -342,6 +354,18 @@ impl RankCache {
                 Change::Complete | Change::Unknown { .. } => {}
             }
         }
+    }
+}
+
+/// Returns the most pages of each tier that are tracked: more than the pools hold, because the
+/// events of an eviction and of what follows it come in any order.
+fn tracked_pages_max(pool_pages: TierPages) -> TierPages {
+    let TierPages { device, host } = pool_pages;
+    // The host's pool isn't known of every engine whose events name it.
+    let host = if host == 0 { device.saturating_mul(HOST_PAGES_PER_DEVICE_PAGE) } else { host };
+    TierPages {
+        device: device.saturating_mul(TRACKED_PAGES_PER_POOL_PAGE),
+        host: host.saturating_mul(TRACKED_PAGES_PER_POOL_PAGE),
     }
 }
 

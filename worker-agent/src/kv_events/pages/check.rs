@@ -10,9 +10,12 @@
 
 use std::collections::HashSet;
 
-use proto::table::{Entry, RunId};
+use proto::{
+    block::Tier,
+    table::{Entry, RunId},
+};
 
-use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIER_BITS, table_key};
+use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIER_BITS, table_key, tier_bit};
 
 impl Pages {
     /// Checks the whole tree of runs, the table and the counts.
@@ -32,7 +35,13 @@ impl Pages {
         let page_count: usize = runs.iter().map(|&run| self.run(run).pages.len()).sum();
         assert_eq!(self.page_count, page_count, "distinct pages");
         assert_eq!(self.table.entry_count(), page_count, "distinct pages");
-        assert!(self.page_count <= self.pages_max, "the bound holds");
+        assert!(self.page_count <= self.pages_max.total(), "the bound holds");
+        for tier in [Tier::Device, Tier::Host] {
+            let is_resident = |page: &&u64| **page & tier_bit(tier) != 0;
+            let in_run = |&run: &RunId| self.run(run).pages.iter().filter(is_resident).count();
+            let resident: usize = runs.iter().map(in_run).sum();
+            assert_eq!(self.resident.of(tier), resident, "pages in {tier:?}");
+        }
         let bytes: usize = self.runs.iter().map(Run::bytes).sum();
         assert_eq!(self.lists_bytes, bytes, "bytes of all runs' lists, free runs included");
     }

@@ -54,8 +54,8 @@ impl Pages {
             let index = self.run(run).pages.len();
             if tokens.len() < page_tokens {
                 rejection = Some(Error::WideToken);
-            } else if self.page_count == self.pages_max {
-                rejection = Some(Error::TooManyPages(self.pages_max));
+            } else if self.page_count == self.pages_max.total() {
+                rejection = Some(Error::TooManyPages(self.pages_max.total()));
             } else if self.find_page(page).is_some() {
                 rejection = Some(Error::OtherParent);
             }

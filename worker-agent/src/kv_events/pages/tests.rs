@@ -10,7 +10,11 @@ use proto::block::{Chain, hash_after};
 
 use super::*;
 
-const UNBOUNDED: usize = usize::MAX;
+const UNBOUNDED: TierPages = TierPages { device: usize::MAX, host: usize::MAX };
+
+fn device_pages(device: usize) -> TierPages {
+    TierPages { device, host: 0 }
+}
 
 /// A prompt made of letters, each of which stands for a few pages.
 struct Prompt {
@@ -219,7 +223,7 @@ proptest! {
     ) {
         // Only three keys, so that lookups must compare the other bits of the hashes.
         let page = |at: u64| PageHash((at % 3) << 40 | at << 2);
-        let mut pages = Pages::new(16, 30).unwrap();
+        let mut pages = Pages::new(16, device_pages(30)).unwrap();
         for (stores, parent, named) in steps {
             let named: Vec<PageHash> = named.into_iter().map(page).collect();
             let event = if stores {
@@ -246,7 +250,7 @@ fn apply(pages: &mut Pages, event: Stored) -> (Result<(), Error>, Vec<Change>) {
 #[test]
 fn what_cannot_be_taken_is_refused_and_what_came_before_is_kept() {
     let all = prompt(&[1; 10], 16);
-    let mut pages = Pages::new(16, 8).unwrap();
+    let mut pages = Pages::new(16, device_pages(8)).unwrap();
     let other = stored(&all, 0, 16, Medium::Gpu);
     let other = Stored { page_tokens: 32, ..other };
     let wrong = Error::PageTokens { found: 32, expected: 16 };
@@ -261,6 +265,28 @@ fn what_cannot_be_taken_is_refused_and_what_came_before_is_kept() {
     assert_eq!((taken, changes), (Err(Error::UnknownParent), vec![]));
     let (taken, changes) = apply(&mut pages, stored(&all, 0, 16, Medium::Other));
     assert_eq!((taken, changes), (Ok(()), vec![]));
+}
+
+#[test]
+fn each_tier_has_a_bound_of_its_own() {
+    let mut pages = Pages::new(16, TierPages { device: 4, host: 8 }).unwrap();
+    let prompts: Vec<Prompt> = (1..6).map(|seed| prompt(&[seed; 2], 16)).collect();
+    // Pages on the host alone fill the host's bound, and say nothing of the device's.
+    for prompt in &prompts[..4] {
+        assert_eq!(apply(&mut pages, stored(prompt, 0, 16, Medium::Gpu)).0, Ok(()));
+        assert_eq!(apply(&mut pages, stored(prompt, 0, 16, Medium::Cpu)).0, Ok(()));
+        let (named, medium) = (prompt.pages.clone(), Medium::Gpu);
+        let removed = CacheEvent::Removed { pages: named, medium };
+        pages.apply(&removed, &mut vec![]).unwrap();
+        pages.check_invariants();
+    }
+    let host_full = apply(&mut pages, stored(&prompts[4], 0, 16, Medium::Cpu)).0;
+    assert_eq!(host_full, Err(Error::TooManyPages(8)));
+    for prompt in &prompts[3..] {
+        assert_eq!(apply(&mut pages, stored(prompt, 0, 16, Medium::Gpu)).0, Ok(()));
+    }
+    let device_full = apply(&mut pages, stored(&prompts[0], 0, 16, Medium::Gpu)).0;
+    assert_eq!(device_full, Err(Error::TooManyPages(4)));
 }
 
 #[test]

@@ -11,6 +11,10 @@ use super::*;
 const PAGE_TOKENS: u32 = 64;
 
 /// The MessagePack encoding of a publisher's message, with only the fields that are read.
+fn pool(device: usize, host: usize) -> TierPages {
+    TierPages { device, host }
+}
+
 fn message(events: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = vec![0x93, 0xcb];
     bytes.extend([0; 8]);
@@ -48,6 +52,13 @@ fn stored(page: u64) -> Vec<u8> {
 fn removed(page: u64) -> Vec<u8> {
     let hashes = [text("block_hashes"), vec![0x91], hash(page << 32)].concat();
     [vec![0x82], text("type"), text("BlockRemoved"), hashes].concat()
+}
+
+/// Returns an event by which the page became resident in the host's memory too.
+fn stored_on_host(page: u64) -> Vec<u8> {
+    let mut event = stored(page);
+    event[0] += 1;
+    [event, text("medium"), text("CPU_PINNED")].concat()
 }
 
 fn cleared() -> Vec<u8> {
@@ -141,7 +152,8 @@ fn answer(rank: &mut RankCache, watcher: &mut Watcher, engine: &Engine, buffer: 
 
 /// The engine's resident blocks, computed by another rank that has seen every event.
 fn truth(engine: &Engine) -> HashSet<BlockHash> {
-    let (mut rank, mut watcher) = (RankCache::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+    let (mut rank, mut watcher) =
+        (RankCache::new(PAGE_TOKENS, pool(1000, 0)).unwrap(), Watcher::default());
     let mut fresh = Engine { resident: engine.resident.clone(), sent: vec![] };
     fresh.publish_tree();
     let steps = rank.reset_for_connection();
@@ -157,7 +169,7 @@ proptest! {
         before in 0..40_usize,
         buffer in 1..60_usize,
     ) {
-        let mut rank = RankCache::new(PAGE_TOKENS, 1000).unwrap();
+        let mut rank = RankCache::new(PAGE_TOKENS, pool(1000, 0)).unwrap();
         let mut watcher = Watcher::default();
         let mut engine = Engine::default();
         // The agent starts beside an engine that already runs.
@@ -198,7 +210,8 @@ proptest! {
 
 #[test]
 fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
-    let (mut rank, mut watcher) = (RankCache::new(PAGE_TOKENS, 1000).unwrap(), Watcher::default());
+    let (mut rank, mut watcher) =
+        (RankCache::new(PAGE_TOKENS, pool(1000, 0)).unwrap(), Watcher::default());
     let connected = rank.reset_for_connection();
     watcher.hear(&rank, connected);
     let ended = rank.end_replay();
@@ -226,7 +239,7 @@ fn a_wrong_hash_and_a_wrong_message_are_counted_and_not_told() {
 #[test]
 fn what_was_lost_has_made_room_when_as_much_as_the_pool_holds_was_stored_since() {
     let pool_pages = 3;
-    let mut rank = RankCache::new(PAGE_TOKENS, pool_pages * TRACKED_PAGES_PER_POOL_PAGE).unwrap();
+    let mut rank = RankCache::new(PAGE_TOKENS, pool(pool_pages, 0)).unwrap();
     let mut watcher = Watcher::default();
     let connected = rank.reset_for_connection();
     watcher.hear(&rank, connected);
@@ -245,4 +258,23 @@ fn what_was_lost_has_made_room_when_as_much_as_the_pool_holds_was_stored_since()
         }
     }
     assert_eq!((watcher.blocks.len(), watcher.is_complete), (3, true));
+}
+
+#[test]
+fn pages_on_the_host_make_room_only_there() {
+    let mut rank = RankCache::new(PAGE_TOKENS, pool(1, 2)).unwrap();
+    let mut watcher = Watcher::default();
+    let connected = rank.reset_for_connection();
+    watcher.hear(&rank, connected);
+    let steps = rank.take_replayed(7, message(&[stored(1), stored(2)]));
+    watcher.hear(&rank, steps);
+    let ended = rank.end_replay();
+    watcher.hear(&rank, ended);
+    assert!(!watcher.is_complete, "the host's pages of before the loss may be there");
+    for (number, page) in [(8, 1), (9, 2)] {
+        assert!(!watcher.is_complete, "before {number}");
+        let steps = rank.take_live(number, message(&[stored_on_host(page)]));
+        watcher.hear(&rank, steps);
+    }
+    assert!(watcher.is_complete);
 }
