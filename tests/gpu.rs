@@ -315,9 +315,17 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
         (unknown.basis, ours(&unknown)),
         (Basis::Unknown, vec!["MIG-0".into(), "MIG-2".into()])
     );
-    let scheduler =
-        gpu::process::Scheduler { dp_rank: 0, pid: Some(own), pid_in_own_namespace: own };
-    gpus.set_scheduler(scheduler);
+    let scheduler = |pid, device: &str| gpu::process::Scheduler {
+        dp_rank: 0,
+        pid,
+        pid_in_own_namespace: own,
+        device: device.to_owned(),
+    };
+    // The pid of an engine in another container can't be found. The shim still names its slice.
+    gpus.set_scheduler(scheduler(None, "2"));
+    let named = |snapshot: &Snapshot| snapshot.basis == Basis::Shim;
+    assert_eq!(ours(&snapshot(&gpus, "the named slice", named).await), ["MIG-2"]);
+    gpus.set_scheduler(scheduler(Some(own), "2"));
     let found = |snapshot: &Snapshot| snapshot.basis == Basis::Processes;
     let found = snapshot(&gpus, "the engine's slice", found).await;
     assert_eq!(ours(&found), ["MIG-2"]);

@@ -247,7 +247,12 @@ impl GpuThread {
         let schedulers = self.scheduler_updates.borrow_and_update().clone();
         let (processes, has_new_schedulers) =
             self.process_finder.engine_processes(read_at, &schedulers);
-        let engine = EngineProcesses { processes, has_new_schedulers, are_pids_in_agent_namespace };
+        let engine = EngineProcesses {
+            processes,
+            schedulers: &schedulers,
+            has_new_schedulers,
+            are_pids_in_agent_namespace,
+        };
         let snapshot = self.tracker.take_readings(read_at, readings, engine);
         self.log_changes(&snapshot);
         self.snapshot_sender.send_replace(Arc::new(snapshot));

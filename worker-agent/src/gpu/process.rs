@@ -28,7 +28,7 @@ const INITIAL_NAMESPACE: &str = "pid:[4026531836]";
 const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// A rank's scheduler process, as its shim reports it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scheduler {
     /// The data parallel rank.
     pub dp_rank: u32,
@@ -37,6 +37,9 @@ pub struct Scheduler {
     pub pid: Option<u32>,
     /// The pid in the scheduler's own namespace, as its shim reports it.
     pub pid_in_own_namespace: u32,
+    /// The device of the scheduler's KV pool, as its shim reports it: the UUID without NVML's
+    /// prefix, or torch's device type.
+    pub device: String,
 }
 
 /// A process of the engine.
@@ -288,7 +291,7 @@ mod tests {
     }
 
     fn scheduler(pid: u32) -> Scheduler {
-        Scheduler { dp_rank: 0, pid: Some(pid), pid_in_own_namespace: pid }
+        Scheduler { dp_rank: 0, pid: Some(pid), pid_in_own_namespace: pid, device: String::new() }
     }
 
     fn pids(processes: &mut ProcessFinder, schedulers: &[Scheduler]) -> Vec<(u32, Option<u32>)> {
@@ -349,15 +352,15 @@ mod tests {
 
     #[test]
     fn a_scheduler_of_another_namespace_is_known_by_its_number_there() {
-        let unseen = Scheduler { dp_rank: 0, pid: None, pid_in_own_namespace: 7 };
+        let unseen = [Scheduler { pid: None, ..scheduler(7) }];
         let proc = Proc::new();
         proc.process(11, 10, 6, "sglang::scheduler_TP0", 7);
         proc.process(12, 10, 6, "sglang::scheduler_TP1", 8);
         // A process that has pid 7 in this namespace is not the one that has it in the other.
         proc.process(7, 3, 6, "sglang::scheduler", 7);
-        assert_eq!(pids(&mut proc.processes(), &[unseen]), [(11, Some(0)), (12, Some(0))]);
+        assert_eq!(pids(&mut proc.processes(), &unseen), [(11, Some(0)), (12, Some(0))]);
         proc.process(31, 30, 6, "sglang::scheduler", 7);
-        assert_eq!(pids(&mut proc.processes(), &[unseen]), [], "two could be meant");
+        assert_eq!(pids(&mut proc.processes(), &unseen), [], "two could be meant");
     }
 
     #[test]

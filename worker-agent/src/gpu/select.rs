@@ -2,11 +2,12 @@
 //!
 //! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. The engine's
 //! devices are those that the setting `devices` names. Without the setting, they are those that the
-//! engine's processes run on. If these are unknown too, the machine's only device is the engine's.
-//! If there are several devices, any of them may be the engine's ([`Basis::Unknown`]).
+//! engine's processes run on. If these are unknown, they are those that the engine's shims name,
+//! and without shims the machine's only device. If there are several devices, any of them may be
+//! the engine's ([`Basis::Unknown`]).
 //!
 //! The module `tracker` calls [`Selection::pick`] with each reading, and tells it which devices the
-//! processes use. This module neither reads devices nor looks for processes.
+//! processes use and the shims name. This module neither reads devices nor looks for processes.
 
 use super::reading::Identity;
 use crate::config::selector::Selector;
@@ -31,6 +32,9 @@ pub enum Basis {
     Configured,
     /// Processes of the engine have contexts on them.
     Processes,
+    /// The engine's shims name them as those of the KV pools. With tensor parallelism, the engine
+    /// runs on others too, which no shim names.
+    Shim,
     /// There is only one device.
     Only,
     /// The engine's devices are unknown. The engine may run on any of the machine's devices.
@@ -51,11 +55,13 @@ impl Selection {
     /// whether a process of the engine has a context on that device. It returns `None` if the
     /// device reports no list of processes, as a lost device does. Then the device's last known
     /// state counts. If no process is seen on any device, the last picked devices count.
+    /// `is_named` takes an index too, and returns whether a shim names the device.
     pub fn pick(
         &mut self,
         configured: &[Selector],
         devices: &[Identity],
         runs_on: impl Fn(usize) -> Option<bool>,
+        is_named: impl Fn(usize) -> bool,
     ) -> (Basis, Vec<usize>) {
         // A divided GPU runs no work itself; its slices are devices of their own.
         let is_usable = |&index: &usize| !devices[index].is_divided;
@@ -76,6 +82,10 @@ impl Selection {
         if !used.is_empty() {
             self.last_used_uuids = used.iter().map(|&index| devices[index].uuid.clone()).collect();
             return (Basis::Processes, used);
+        }
+        let named = usable_where(&is_named);
+        if !named.is_empty() {
+            return (Basis::Shim, named);
         }
         let usable = usable_where(&|_| true);
         (if usable.len() == 1 { Basis::Only } else { Basis::Unknown }, usable)
@@ -103,6 +113,10 @@ pub fn unmatched_selectors<'a>(
 mod tests {
     use super::*;
 
+    fn no_shim(_: usize) -> bool {
+        false
+    }
+
     /// Two whole GPUs, and a GPU divided into two slices.
     fn machine() -> Vec<Identity> {
         let gpu = |index: u32| Identity {
@@ -123,7 +137,12 @@ mod tests {
     fn picked(configured: &[&str], running: &[usize]) -> (Basis, Vec<usize>) {
         let configured: Vec<Selector> =
             configured.iter().map(|text| text.parse().unwrap()).collect();
-        Selection::default().pick(&configured, &machine(), |at| Some(running.contains(&at)))
+        Selection::default().pick(
+            &configured,
+            &machine(),
+            |at| Some(running.contains(&at)),
+            no_shim,
+        )
     }
 
     #[test]
@@ -157,24 +176,38 @@ mod tests {
     }
 
     #[test]
+    fn an_engine_whose_processes_can_t_be_seen_is_where_its_shims_say() {
+        let pick = |running: &[usize], named: &[usize]| {
+            let (runs_on, is_named) = (|at| Some(running.contains(&at)), |at| named.contains(&at));
+            Selection::default().pick(&[], &machine(), runs_on, is_named)
+        };
+        assert_eq!(pick(&[], &[1]), (Basis::Shim, vec![1]));
+        assert_eq!(pick(&[0, 1], &[1]), (Basis::Processes, vec![0, 1]), "tensor parallel");
+        assert_eq!(pick(&[], &[2]).0, Basis::Unknown, "a divided GPU runs nothing");
+    }
+
+    #[test]
     fn one_gpu_is_the_engine_s_and_of_several_none_is_sure() {
-        let one = Selection::default().pick(&[], &machine()[..1], |_| Some(false));
+        let one = Selection::default().pick(&[], &machine()[..1], |_| Some(false), no_shim);
         assert_eq!(one, (Basis::Only, vec![0]));
         assert_eq!(picked(&[], &[]), (Basis::Unknown, vec![0, 1, 3, 4]));
-        assert_eq!(Selection::default().pick(&[], &[], |_| None), (Basis::Unknown, vec![]));
+        assert_eq!(
+            Selection::default().pick(&[], &[], |_| None, no_shim),
+            (Basis::Unknown, vec![])
+        );
     }
 
     #[test]
     fn an_engine_whose_processes_can_t_be_seen_any_more_is_where_it_was() {
         let mut selection = Selection::default();
-        selection.pick(&[], &machine(), |at| Some(at < 2));
-        let one_lost = selection.pick(&[], &machine(), |at| (at != 1).then_some(at == 0));
+        selection.pick(&[], &machine(), |at| Some(at < 2), no_shim);
+        let one_lost = selection.pick(&[], &machine(), |at| (at != 1).then_some(at == 0), no_shim);
         assert_eq!(one_lost, (Basis::Processes, vec![0, 1]));
-        let ended = selection.pick(&[], &machine(), |_| Some(false));
+        let ended = selection.pick(&[], &machine(), |_| Some(false), no_shim);
         assert_eq!(ended, (Basis::Processes, vec![0, 1]));
-        let moved = selection.pick(&[], &machine(), |at| Some(at == 1));
+        let moved = selection.pick(&[], &machine(), |at| Some(at == 1), no_shim);
         assert_eq!(moved, (Basis::Processes, vec![1]));
         selection.forget();
-        assert_eq!(selection.pick(&[], &machine(), |_| Some(false)).0, Basis::Unknown);
+        assert_eq!(selection.pick(&[], &machine(), |_| Some(false), no_shim).0, Basis::Unknown);
     }
 }

@@ -19,7 +19,7 @@ use proto::load::{Device, Figure, Source};
 
 use super::{
     health::BoardHealth,
-    process::EngineProcess,
+    process::{EngineProcess, Scheduler},
     reading::{Identity, Reading},
     select::{self, Basis, Selection},
 };
@@ -76,6 +76,8 @@ struct Board {
 pub struct EngineProcesses<'a> {
     /// The processes; empty if they are unknown.
     pub processes: &'a [EngineProcess],
+    /// The scheduler processes that the shims report, one for each DP rank.
+    pub schedulers: &'a [Scheduler],
     /// Whether the engine has other scheduler processes than at the last reading.
     pub has_new_schedulers: bool,
     /// Whether the pids that NVML reports are those of the agent's pid namespace.
@@ -162,7 +164,14 @@ impl GpuTracker {
             let (_, reading) = &readings[index];
             reading.processes.as_ref().map(|_| !usages[index].is_empty())
         };
-        let (basis, picked) = self.selection.pick(&self.configured, &identities, runs_on);
+        let is_named = |index: usize| !named_ranks(&identities[index], engine).is_empty();
+        let (basis, picked) = self.selection.pick(&self.configured, &identities, runs_on, is_named);
+        if basis == Basis::Shim {
+            for identity in picked.iter().map(|&index| &identities[index]) {
+                let ranks = named_ranks(identity, engine);
+                self.dp_ranks_by_device.insert(identity.uuid.clone(), ranks);
+            }
+        }
         let used_devices = readings.iter().zip(&usages).filter(|(_, usage)| !usage.is_empty());
         for ((identity, _), usage) in used_devices {
             self.dp_ranks_by_device.insert(identity.uuid.clone(), usage.dp_ranks.clone());
@@ -290,6 +299,14 @@ fn engine_usage(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUsage {
         memory_bytes: memory_bytes.filter(|_| !on_device.is_empty()),
         dp_ranks: dp_ranks.unwrap_or_default(),
     }
+}
+
+/// Returns the DP ranks whose shim names the device as that of its KV pool, in order.
+fn named_ranks(identity: &Identity, engine: EngineProcesses<'_>) -> Vec<u32> {
+    // A UUID of NVML has the kind of the device before the number, as `GPU-` or `MIG-`.
+    let Some((_, number)) = identity.uuid.split_once('-') else { return vec![] };
+    let named = engine.schedulers.iter().filter(|scheduler| scheduler.device == number);
+    named.map(|scheduler| scheduler.dp_rank).collect()
 }
 
 /// Returns why the engine can't work: which of its devices is unhealthy or missing. `None` if the
@@ -435,6 +452,7 @@ mod tests {
             readings,
             EngineProcesses {
                 processes,
+                schedulers: &[],
                 has_new_schedulers: false,
                 are_pids_in_agent_namespace: true,
             },
@@ -496,6 +514,37 @@ mod tests {
     }
 
     #[test]
+    fn a_fault_of_the_gpu_that_the_shim_names_is_the_worker_s() {
+        let scheduler = |dp_rank, device: &str| Scheduler {
+            dp_rank,
+            pid: None,
+            pid_in_own_namespace: 7,
+            device: device.to_owned(),
+        };
+        // The pids of another container can't be seen, so the shims alone tell the devices.
+        let schedulers = [scheduler(0, "1"), scheduler(1, "2")];
+        let engine = EngineProcesses {
+            processes: &[],
+            schedulers: &schedulers,
+            has_new_schedulers: false,
+            are_pids_in_agent_namespace: true,
+        };
+        let readings = || (0..).map(gpu).zip((0..3).map(|_| runs(&[(99, None)]))).collect();
+        let mut tracker = naming(vec![]);
+        let snapshot = tracker.take_readings(now(), readings(), engine);
+        assert_eq!(snapshot.basis, Basis::Shim);
+        assert!(snapshot.holds_pool(0, 2) && snapshot.holds_pool(1, 2));
+        let index = |rank| snapshot.devices(now(), rank)[0].index;
+        assert_eq!((index(0), index(1)), (Some(1), Some(2)));
+        tracker.add_xid("GPU-0", 79);
+        let snapshot = tracker.take_readings(now(), readings(), engine);
+        assert_eq!(snapshot.unhealthy_reason, None, "another engine's GPU");
+        tracker.add_xid("GPU-2", 79);
+        let reason = tracker.take_readings(now(), readings(), engine).unhealthy_reason.unwrap();
+        assert!(reason.starts_with("GPU 2 (GPU-2): XID 79"), "{reason}");
+    }
+
+    #[test]
     fn nvml_is_loaded_anew_while_a_board_is_lost_and_not_more_often_than_it_helps() {
         let mut tracker = naming(vec![]);
         take_reading(&mut tracker, &[], vec![lost(), Reading::default()]);
@@ -526,6 +575,7 @@ mod tests {
         let mut tracker = naming(vec![]);
         let engine = EngineProcesses {
             processes: &[],
+            schedulers: &[],
             has_new_schedulers: false,
             are_pids_in_agent_namespace: true,
         };

@@ -62,6 +62,7 @@ impl Shims {
             dp_rank: *dp_rank,
             pid: hello.pid_in_agent_namespace,
             pid_in_own_namespace: *pid,
+            device: hello.device.clone(),
         });
         self.functions_off.insert(*dp_rank, functions_off(hello));
         // An inert shim does nothing after its greeting, for example because the engine lacks what
