@@ -3,7 +3,15 @@
 //! Only shells (tasks, threads, handlers) call these functions. Pure modules, which decide without
 //! I/O, take the time as an argument. There are no timers here: waits use Tokio.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::{
+    fs,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// The file with the id that the kernel gives each boot of the machine.
+const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Returns the current monotonic time by Tokio's clock, which tests can pause.
 #[must_use]
@@ -48,6 +56,29 @@ impl WallClock {
     }
 }
 
+/// A time on a clock that all processes of a machine share, and that nobody sets. It counts on while
+/// the machine sleeps, and begins anew with each boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BootTime {
+    /// The id of the boot: letters, digits and `-`.
+    pub boot_id: String,
+    /// The time since the boot, in milliseconds.
+    pub ms: u64,
+}
+
+impl BootTime {
+    /// Reads the clock. Returns `None` where the kernel doesn't name its boot.
+    #[must_use]
+    pub fn read() -> Option<Self> {
+        let boot_id = fs::read_to_string(BOOT_ID_FILE).ok()?;
+        let boot_id = boot_id.trim().to_owned();
+        let is_id =
+            |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        let time = Duration::try_from(clock_gettime(ClockId::Boottime)).ok()?;
+        (!boot_id.is_empty() && is_id(&boot_id)).then(|| Self { boot_id, ms: whole_millis(time) })
+    }
+}
+
 /// Returns unix time in nanoseconds by the wall clock.
 ///
 /// The value at an agent's start identifies the agent's process (its *epoch*). A process that
@@ -57,4 +88,16 @@ impl WallClock {
 pub fn unix_ns() -> u64 {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
     since_epoch.map_or(0, |elapsed| u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_since_the_boot_goes_on() {
+        let first = BootTime::read().expect("Linux names its boot");
+        let second = BootTime::read().expect("Linux names its boot");
+        assert!(first.boot_id == second.boot_id && first.ms <= second.ms, "{first:?} {second:?}");
+    }
 }

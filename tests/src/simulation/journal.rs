@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use worker_agent::session::{
-    handover::{HandedSession, Handover},
+    handover::{HandedSession, Handover, Moment},
     journal::{OpenIncarnation, Record},
 };
 
@@ -40,7 +40,7 @@ impl Journal {
     pub(super) fn hand_over(&mut self, handover: &Handover) {
         let line = |session| serde_json::to_string(session).expect("it can be written");
         let lines = handover.sessions.iter().map(line);
-        self.handover = Some((handover.unix_ms, lines.collect()));
+        self.handover = Some((handover.at.unix_ms, lines.collect()));
     }
 
     pub(super) fn take_handover(&mut self) -> Option<Handover> {
@@ -48,7 +48,8 @@ impl Journal {
         let session = |line: String| -> HandedSession {
             serde_json::from_str(&line).expect("what was written can be read")
         };
-        Some(Handover { unix_ms, sessions: lines.into_iter().map(session).collect() })
+        let at = Moment { unix_ms, boot: None };
+        Some(Handover { at, sessions: lines.into_iter().map(session).collect() })
     }
 
     /// Whether the journal is about this engine process.

@@ -8,7 +8,9 @@ use std::{
 };
 
 use worker_agent::session::{
-    self, Effect, EngineLoad, Legacy, Table, TableSettings, handover::Handover, journal::Record,
+    self, Effect, EngineLoad, Legacy, Table, TableSettings,
+    handover::{Handover, Moment},
+    journal::Record,
 };
 
 use super::{
@@ -235,8 +237,8 @@ impl World {
             is_same_engine: self.journal.is_about(&name),
             ..Legacy::default()
         };
-        if let Some(Handover { unix_ms, sessions }) = self.journal.take_handover() {
-            let handed_at = Duration::from_millis(unix_ms);
+        if let Some(Handover { at, sessions }) = self.journal.take_handover() {
+            let handed_at = Duration::from_millis(at.unix_ms);
             (legacy.age, legacy.sessions) = (self.now.saturating_sub(handed_at), sessions);
         }
         self.counts.taken_up += legacy.sessions.len() as u64;
@@ -289,7 +291,8 @@ impl World {
         }
         if !waits {
             let unix_ms = u64::try_from(self.now.as_millis()).expect("a short run");
-            let handover = Handover { unix_ms, sessions: agent.table.hand_over(now) };
+            let at = Moment { unix_ms, boot: None };
+            let handover = Handover { at, sessions: agent.table.hand_over(now) };
             self.note(|| format!("handed over: {handover:?}"));
             self.journal.hand_over(&handover);
         }

@@ -9,7 +9,7 @@
 use std::time::{Duration, Instant};
 
 use service::{
-    clock::{now, unix_ns},
+    clock::{BootTime, now, unix_ns},
     private_folder,
     tasks::Tasks,
 };
@@ -22,7 +22,7 @@ use crate::{
     metrics::Metrics,
     session::{
         CloseRequest, CloseResult, Legacy, OpenResult, Table,
-        handover::{HandedSession, Handover},
+        handover::{HandedSession, Handover, Moment},
         journal::{Journal, Record},
     },
     shim::ShimHandle,
@@ -188,7 +188,7 @@ impl EngineCalls {
     /// a failure is logged.
     pub(super) fn hand_over(&mut self, sessions: Vec<HandedSession>) -> bool {
         let count = sessions.len();
-        let handover = Handover { unix_ms: unix_ms(), sessions };
+        let handover = Handover { at: read_moment(), sessions };
         match self.journal.hand_over(handover) {
             Ok(()) => info!(sessions = count, "handed the sessions over to the next agent"),
             Err(error) => {
@@ -208,14 +208,14 @@ impl EngineCalls {
         let handover = self.journal.take_handover();
         // If this fails, nothing is pinned until it succeeds.
         self.write_journal(&Record::Engine { instance: instance.to_owned() });
-        let Some(Handover { unix_ms: handed_at_ms, sessions }) = handover else {
+        let Some(Handover { at: handed_at, sessions }) = handover else {
             if !open_incarnations.is_empty() {
                 let sessions = open_incarnations.len();
                 warn!(sessions, "closing the sessions that an earlier agent left open");
             }
             return table.take_over(now(), Legacy { open_incarnations, ..Legacy::default() });
         };
-        let age = Duration::from_millis(unix_ms().saturating_sub(handed_at_ms));
+        let age = read_moment().since(&handed_at);
         info!(
             sessions = sessions.len(),
             open = open_incarnations.len(),
@@ -236,9 +236,9 @@ impl EngineCalls {
     }
 }
 
-/// Returns the wall clock in milliseconds since 1970.
-fn unix_ms() -> u64 {
-    unix_ns() / 1_000_000
+/// Returns the present moment, by the clocks that the next process can read too.
+fn read_moment() -> Moment {
+    Moment { unix_ms: unix_ns() / 1_000_000, boot: BootTime::read() }
 }
 
 /// Aborts a turn at the engine. Returns whether the engine answered; a failure is logged.

@@ -9,13 +9,19 @@
 //! [`HANDOVER_VERSION`]. An agent that doesn't know the version closes the sessions instead, as
 //! after a crash.
 
+use std::time::Duration;
+
 use proto::{count, id::SessionKey};
 use serde::{Deserialize, Serialize};
+use service::clock::BootTime;
 
 use super::{
     lifecycle::GoneReason,
     state::{Chooser, ClientHistory, Sharing},
 };
+
+/// The longest age of a hand-over by the wall clock. Sessions are idle for hours at most.
+const WALL_CLOCK_AGE_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// The version of the types below.
 pub const HANDOVER_VERSION: u32 = 1;
@@ -23,10 +29,36 @@ pub const HANDOVER_VERSION: u32 = 1;
 /// What one agent process hands over to the next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Handover {
-    /// The wall clock at the hand-over, in milliseconds since 1970.
-    pub unix_ms: u64,
+    /// When the sessions were handed over.
+    pub at: Moment,
     /// The sessions.
     pub sessions: Vec<HandedSession>,
+}
+
+/// A moment by clocks that the next process can read too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Moment {
+    /// The wall clock, in milliseconds since 1970.
+    pub unix_ms: u64,
+    /// The clock of the machine's boot. `None` if it can't be read, or if an earlier version of the
+    /// agent wrote the moment.
+    pub boot: Option<BootTime>,
+}
+
+impl Moment {
+    /// Returns the time from `earlier` to this moment, as the clock of the boot tells it. The wall
+    /// clock may have been set meanwhile, so it counts only after another boot, and then for at
+    /// most a day.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Duration {
+        if let (Some(now), Some(then)) = (&self.boot, &earlier.boot)
+            && now.boot_id == then.boot_id
+        {
+            return Duration::from_millis(now.ms.saturating_sub(then.ms));
+        }
+        let age = Duration::from_millis(self.unix_ms.saturating_sub(earlier.unix_ms));
+        age.min(WALL_CLOCK_AGE_MAX)
+    }
 }
 
 /// One session. Its many fields: one for each fact that the next process needs.
@@ -95,5 +127,29 @@ impl HandedSession {
     /// Whether the session is open at the engine as a pinned one.
     pub(super) fn is_open(&self) -> bool {
         matches!(self.state, HandedState::Open { .. } | HandedState::Demoted {})
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_was_set_makes_no_session_older_or_younger() {
+        let moment = |unix_ms, boot: Option<(&str, u64)>| Moment {
+            unix_ms,
+            boot: boot.map(|(boot_id, ms)| BootTime { boot_id: boot_id.to_owned(), ms }),
+        };
+        let seconds = Duration::from_secs;
+        let handed = moment(1_000_000_000, Some(("a", 50_000)));
+        for unix_ms in [0, 1_000_000_000, 9_000_000_000] {
+            assert_eq!(moment(unix_ms, Some(("a", 57_000))).since(&handed), seconds(7));
+        }
+        let rebooted = moment(1_000_030_000, Some(("b", 20_000)));
+        assert_eq!(rebooted.since(&handed), seconds(30), "another boot's clock says nothing");
+        assert_eq!(moment(9_000_000_000, None).since(&handed), WALL_CLOCK_AGE_MAX);
+        assert_eq!(moment(0, None).since(&handed), seconds(0));
+        let older = moment(1_000_000_000, None);
+        assert_eq!(rebooted.since(&older), seconds(30), "an earlier version wrote it");
     }
 }

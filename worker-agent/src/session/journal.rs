@@ -24,9 +24,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use service::private_folder::{self, PrivateFolder};
+use service::{
+    clock::BootTime,
+    private_folder::{self, PrivateFolder},
+};
 
-use super::handover::{HANDOVER_VERSION, HandedSession, Handover};
+use super::handover::{HANDOVER_VERSION, HandedSession, Handover, Moment};
 
 /// The file is rewritten when it has more than this many lines per open incarnation, and more than
 /// [`LINES_KEPT_MAX`] lines.
@@ -151,9 +154,12 @@ impl JournalState {
     /// Returns the shortest list of lines that leads to this state.
     fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.records().map(|record| record.to_line()).collect();
-        if let Some(Handover { unix_ms, sessions }) = &self.handover {
-            let count = sessions.len();
-            lines.push(format!("handover {HANDOVER_VERSION} {unix_ms} {count}\n"));
+        if let Some(Handover { at, sessions }) = &self.handover {
+            let (unix_ms, count) = (at.unix_ms, sessions.len());
+            // Earlier versions of the agent ignore what follows the count.
+            let boot = at.boot.as_ref().map(|boot| format!(" {} {}", boot.boot_id, boot.ms));
+            let boot = boot.unwrap_or_default();
+            lines.push(format!("handover {HANDOVER_VERSION} {unix_ms} {count}{boot}\n"));
             let json = |session| {
                 serde_json::to_string(session).expect("it has numbers, flags and short texts")
             };
@@ -211,8 +217,11 @@ impl PartialHandover {
         let mut fields = line.strip_prefix("handover ")?.split(' ');
         let mut number = || fields.next()?.parse::<u64>().ok();
         let is_known = number()? == u64::from(HANDOVER_VERSION);
-        let handover = Handover { unix_ms: number()?, sessions: vec![] };
-        let sessions_left = usize::try_from(number()?).ok()?;
+        let (unix_ms, sessions_left) = (number()?, usize::try_from(number()?).ok()?);
+        let boot = fields.next().zip(fields.next()).and_then(|(boot_id, ms)| {
+            Some(BootTime { boot_id: boot_id.to_owned(), ms: ms.parse().ok()? })
+        });
+        let handover = Handover { at: Moment { unix_ms, boot }, sessions: vec![] };
         is_known.then_some(Self { handover, sessions_left })
     }
 
@@ -525,7 +534,9 @@ mod tests {
     }
 
     fn handover(ids: &[&str]) -> Handover {
-        Handover { unix_ms: 5, sessions: ids.iter().map(|id| handed(id)).collect() }
+        let boot = Some(BootTime { boot_id: "b-1".into(), ms: 7 });
+        let at = Moment { unix_ms: 5, boot };
+        Handover { at, sessions: ids.iter().map(|id| handed(id)).collect() }
     }
 
     #[test]
@@ -569,6 +580,9 @@ mod tests {
         for cut in 0..text.len() {
             assert_eq!(replay(&text.as_bytes()[..cut]).0.handover, None, "cut at {cut}");
         }
+        let earlier = text.replace(" b-1 7\n", "\n");
+        let read = replay(earlier.as_bytes()).0.handover.map(|handover| handover.at);
+        assert_eq!(read, Some(Moment { unix_ms: 5, boot: None }), "an earlier version wrote it");
         let next_version = text.replace("handover 1 ", "handover 2 ");
         assert_eq!(replay(next_version.as_bytes()).0.handover, None);
         let with_more = text.replace("\"dp_rank\"", "\"unknown\":0,\"dp_rank\"");
