@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from berth_shim.trimmer import ContextMismatch, Trimmer
+from berth_shim.trimmer import ContextMismatch, NotContinued, Trimmer
 
 from .engine import Manager, Request, Tokenizer
 from .model import ToyTokenizer, raw
@@ -68,6 +68,30 @@ async def test_a_full_history_sends_only_new_tokens(harness: Harness) -> None:
     assert await harness.run_turn("<s>a<e>ab<s>b") == "<s>a<e>ab<s>b"
     assert harness.sent == "<s>b"
     assert harness.manager.sent.session_id is None
+
+
+@pytest.mark.parametrize("must_continue", [False, True])
+async def test_the_second_turn_of_one_request_runs_outside_the_session(
+    harness: Harness, must_continue: bool
+) -> None:
+    plans = []
+    harness.trimmer._send_plan = plans.append
+    await harness.open()
+    request = Request("<s>a<e>", "s", must_continue=must_continue)
+    answer = await harness.begin(request)
+    harness.manager.generate("r", ANSWER, "length")
+    await anext(answer)
+    # The engine has called a tool, and asks again for the same HTTP request.
+    http, request = request.http, Request("<s>a<e>ab<s>b", rid="r2")
+    request.http = http
+    if must_continue:
+        with pytest.raises(NotContinued):
+            await harness.tokenize(request)
+    else:
+        tokenized = await harness.tokenize(request)
+        assert raw(tokenized.input_ids) == b"<s>a<e>ab<s>b" and tokenized.session_params is None
+    assert [plan.plan for plan in plans] == ["trimmed", "refused"]
+    assert await harness.run_turn("<s>a<e>ab<s>b", rid="r3") == "<s>a<e>ab<s>b"
 
 
 async def test_a_client_that_wants_the_prompts_ids_gets_all(harness: Harness) -> None:

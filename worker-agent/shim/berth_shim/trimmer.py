@@ -13,6 +13,10 @@ room. `<rid>` is the agent's id of the turn. The mark is a header, because heade
 thing that all of the engine's routes pass on. Clients can't forge it: router and agent remove all
 client headers that begin with `x-override-`.
 
+For one HTTP request the engine may run several turns, one after the other: `/v1/responses` calls
+its built-in tools itself. The mark is for the first of them. The agent has reserved room for one
+turn, so the others run outside the session, and the agent learns of them by their plans.
+
 A request without a mark runs unchanged. So does a request that can't be trimmed, except if it has
 the header `x-override-berth-must-continue`. Then it is refused unless its prompt continues the
 session, because other clients append to this session and rely on its history.
@@ -53,6 +57,8 @@ MUST_CONTINUE_HEADER = b"x-override-berth-must-continue"
 # The names of the attributes by which the trimmer attaches a request's mark, and later its running
 # turn, to the engine's request object.
 _MARK_ATTRIBUTE, _TURN_ATTRIBUTE = "berth_trim", "berth_turn"
+# The key in the scope of an HTTP request that shows that a turn of it has taken its mark.
+_TAKEN_KEY = "berth_mark_taken"
 # The longest time that a turn waits for the agent's answer to a question. The agent opens a new
 # streaming session within milliseconds, so an agent that takes longer is in trouble.
 ANSWER_SECONDS_MAX = 2.0
@@ -81,6 +87,8 @@ class Mark(NamedTuple):
     rid: str = ""
     # Whether to refuse the request if its prompt doesn't continue the session.
     must_continue: bool = False
+    # Whether an earlier turn of the same HTTP request has taken the mark.
+    is_taken: bool = False
 
 
 class NotContinued(ValueError):
@@ -225,10 +233,14 @@ class Trimmer:
     ) -> Any:
         # This parameter must be named `request`, because some callers in SGLang pass it by name.
         if request is not None and not self._inert_reason and hasattr(body, "session_params"):
-            headers = dict(getattr(request, "scope", {}).get("headers", ()))
+            scope = getattr(request, "scope", {})
+            headers = dict(scope.get("headers", ()))
             if MARK_HEADER in headers:
-                mark = _parse_mark(headers[MARK_HEADER])
-                mark = mark._replace(must_continue=MUST_CONTINUE_HEADER in headers)
+                mark = _parse_mark(headers[MARK_HEADER])._replace(
+                    must_continue=MUST_CONTINUE_HEADER in headers,
+                    is_taken=scope.get(_TAKEN_KEY, False),
+                )
+                scope[_TAKEN_KEY] = True
                 setattr(body, _MARK_ATTRIBUTE, mark)
         return original(manager, body, request, *a, **k)
 
@@ -306,6 +318,8 @@ class Trimmer:
         """Compares a tokenized request with the session that the mark names."""
         if not mark.session:
             return Refused("its mark can't be read")
+        if mark.is_taken:
+            return Refused("it is another turn of a request whose mark was taken")
         if why := request_refusal(tokenized):
             return Refused(why)
         self._settle_last_turn(manager, mark.session)

@@ -154,6 +154,7 @@ impl Tickets {
                 incarnation,
                 abandoned_since: None,
                 was_aborted: false,
+                asks_again: false,
                 run,
             });
             Some((ticket.dp_rank, prompt_start))

@@ -221,6 +221,9 @@ impl Table {
     /// because its session holds them. Returns `None` if the turn has a plan already.
     pub fn handle_plan(&mut self, now: Instant, plan: &TrimPlan) -> Option<(TrimOutcome, u64)> {
         let Some(turn) = self.turn_awaiting_plan(&plan.rid) else {
+            if plan.decision == Plan::Refused {
+                self.note_second_turn(&plan.rid);
+            }
             let is_gone = self.tickets.get(&plan.rid).is_none_or(Ticket::awaits_plan);
             return is_gone.then_some((TrimOutcome::Gone, 0));
         };
@@ -240,6 +243,17 @@ impl Table {
         self.process_queue(now);
         self.debug_check();
         Some(outcome)
+    }
+
+    /// Notes that the engine asks its model again for the request of a turn that has its plan. What
+    /// follows runs outside the session, so the client's history has more than the session's when
+    /// the turn ends.
+    fn note_second_turn(&mut self, rid: &str) {
+        if let Some(inside) = self.tickets.inside_mut(rid)
+            && matches!(inside.trim(), Some(Trim::Planned { .. }))
+        {
+            inside.asks_again = true;
+        }
     }
 
     /// Handles a plan by which the turn runs in its session. Returns what `handle_plan` returns.
@@ -430,7 +444,7 @@ impl Table {
             None | Some(Trim::NotNeeded | Trim::Refused) => return false,
         };
         let is_certain = match outcome {
-            Outcome::Finished(usage) => has_plan && usage.is_some(),
+            Outcome::Finished(usage) => has_plan && usage.is_some() && !inside.asks_again,
             // On most routes an abort looks the same for a running turn and for a turn in the
             // engine's queue. In the second case the session keeps its row and KV.
             Outcome::Aborted => false,

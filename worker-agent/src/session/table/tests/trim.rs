@@ -218,6 +218,27 @@ fn a_plan_for_an_unknown_turn_or_a_repeated_plan_changes_nothing() {
 }
 
 #[test]
+fn a_turn_that_goes_on_outside_its_session_leaves_deltas_nothing_to_continue() {
+    let mut rig = trimming();
+    let incarnation = rig.pinned_by_itself("s");
+    let turn = full_history(&mut rig, &auto("s"), 460).inside();
+    assert_eq!(rig.plan(&turn, Plan::Trimmed, 148, 12), (TrimOutcome::Trimmed, 148));
+    // The engine has called a tool of its own, and asks its model again.
+    let again = trim_plan(turn.rid.clone(), incarnation.clone(), Plan::Refused, [0, 0, 0, 190]);
+    assert_eq!(rig.table.handle_plan(rig.now, &again), None);
+    rig.end(&turn, finished(160, 8));
+    assert_eq!(rig.table_requests.len(), 1, "only the engine knows the history");
+    seen(&mut rig, &incarnation, 168);
+    let session = rig.table.get(&key("s")).unwrap();
+    assert_eq!((session.history_tokens(), session.client.may_be_ahead), (168, true));
+    let next = full_history(&mut rig, &auto("s"), 700).inside();
+    rig.plan(&next, Plan::Trimmed, 168, 60);
+    rig.end(&next, finished(228, 8));
+    let session = rig.table.get(&key("s")).unwrap();
+    assert_eq!((session.history_tokens(), session.client.may_be_ahead), (236, false));
+}
+
+#[test]
 fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
