@@ -26,6 +26,9 @@ class Tokenizer(ToyTokenizer):
     def encode(self, text: str, **_: Any) -> list[int]:
         return super().encode(text)
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.pieces([id]) for id in ids]
+
 
 class Request:
     """A body of `/generate`, and the HTTP request that brings it. The header's mark names a session

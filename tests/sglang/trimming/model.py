@@ -45,6 +45,9 @@ class ToyTokenizer:
             rest = rest[len(pieces[id]) :]
         return ids
 
+    def pieces(self, ids: Sequence[int]) -> str:
+        return raw(ids).decode("latin-1")
+
 
 def raw(ids: Sequence[int]) -> bytes:
     """Returns the exact bytes of the ids' text, by which two texts are compared."""

@@ -107,6 +107,16 @@ MUTATIONS = [
         "if False",
     ),
     (
+        "equal ids of a tokenizer that folds texts prove no equal text", "trim",
+        "if not _have_equal_pieces(ids[begin:end], reencoded_ids, tokenizer):",
+        "if False:",
+    ),
+    (
+        "one turn of an HTTP request takes its mark", "trimmer",
+        "if mark.is_taken:",
+        "if False:",
+    ),
+    (
         "the texts on both sides of the cut encode independently", "trim",
         "return cut if _reencode(ids_after_cut, tokenizer) == list(ids_after_cut) else None",
         "return cut",

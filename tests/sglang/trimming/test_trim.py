@@ -278,6 +278,20 @@ def test_without_a_tokenizer_ids_must_be_equal() -> None:
     assert isinstance(transcript.plan(again, None), Diverged)
 
 
+def test_a_tokenizer_that_folds_texts_proves_nothing() -> None:
+    class Folding(ToyTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.replace("é", "a"))
+
+    for answer, plan_type in (("é", Diverged), ("ab", Retokenized)):
+        transcript, prompt = Transcript(), ids_of(TURN_BEGIN)
+        # The model spells its answer in the shortest pieces, which the tokenizer doesn't.
+        pieces = [FIRST_PIECE + PIECES.index(bytes([byte])) for byte in answer.encode()]
+        transcript.commit(transcript.begin(prompt, prompt), Finished(pieces))
+        again = array("q", Folding().encode(f"{TURN_BEGIN}{answer}{TURN_END}"))
+        assert isinstance(transcript.plan(again, Folding()), plan_type), answer
+
+
 def test_a_begin_token_after_the_context_is_kept() -> None:
     """The engine drops a BOS token at the beginning of what is appended to a context."""
     transcript, engine = Transcript(), EngineSession()

@@ -79,6 +79,10 @@ class FastTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def pieces(self, ids: Sequence[int]) -> str | None:
+        pieces = self._tokenizer.convert_ids_to_tokens(list(ids))
+        return None if None in pieces else "".join(pieces)
+
 
 def fast_tokenizer(tokenizer: Any) -> FastTokenizer | None:
     """Adapts the engine's tokenizer, if it is a fast one. Returns None for any other tokenizer.

@@ -20,11 +20,14 @@ comes out. The plans are:
 
 The model chooses the ids of an answer. The client sends the answer back as text, and the tokenizer
 may encode that text with other ids. This difference is called *drift*. A prompt with drift
-continues the context if three conditions hold. The *cut* is where the rest of the prompt begins.
+continues the context if four conditions hold. The *cut* is where the rest of the prompt begins.
 
 - Between each two special tokens, decoding the transcript's ids and encoding the resulting text
-  gives exactly the ids in the prompt. Then the texts are equal, and decoding has lost nothing.
+  gives exactly the ids in the prompt.
 - The decoded text has no replacement character, which could stand for anything.
+- The ids have the same *pieces* as those of the prompt, one after the other. A piece is what the
+  vocabulary has for an id. A tokenizer that normalizes texts (NFKC for example) encodes different
+  texts to the same ids, so equal ids alone prove nothing of what the model wrote.
 - The texts before and after the cut encode separately to the same ids as together. This is so if a
   special token is on either side of the cut. Otherwise the rest, up to the next special token, must
   encode on its own to the ids that the prompt has there.
@@ -81,6 +84,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def encode(self, text: str) -> list[int]: ...
+
+    # Returns the pieces of the ids, joined; None if an id has none.
+    def pieces(self, ids: Sequence[int]) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -333,6 +339,8 @@ def _find_cut(ids: array, prompt: array, shared_tokens: int, tokenizer: Tokenize
         reencoded_ids = _reencode(ids[begin:end], tokenizer)
         if reencoded_ids is None or list(prompt[cut : cut + len(reencoded_ids)]) != reencoded_ids:
             return None
+        if not _have_equal_pieces(ids[begin:end], reencoded_ids, tokenizer):
+            return None
         cut += len(reencoded_ids)
         if end == len(ids):
             break
@@ -357,6 +365,12 @@ def _next_special(ids: array, begin: int, tokenizer: Tokenizer) -> int:
         if ids[position] in tokenizer.split_ids:
             return position
     return len(ids)
+
+
+def _have_equal_pieces(a: Sequence[int], b: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether both lists of ids spell the same text, as the model sees it."""
+    pieces = tokenizer.pieces(a)
+    return pieces is not None and pieces == tokenizer.pieces(b)
 
 
 def _reencode(ids: array, tokenizer: Tokenizer) -> list[int] | None:
