@@ -14,7 +14,7 @@ use tests::{
         Agent, Cluster, ClusterSettings, PATIENCE, agent_config, eventually, ready,
         text_turn as turn,
     },
-    engine_sim::{Config, EngineSim},
+    engine_sim::{Config, EngineSim, hand_off::EngineMode},
     loopback::own_addr,
     web::{Answer, Web},
 };
@@ -98,6 +98,31 @@ async fn an_answer_with_an_absurd_usage_costs_no_more_than_its_session() {
             assert_eq!(answer.status, StatusCode::OK, "the agent lives on: {}", answer.text());
         }
     }
+}
+
+#[tokio::test]
+async fn an_engine_whose_role_was_switched_is_described_anew() {
+    let cluster = start(|settings| {
+        settings.engine.hand_off.mode = EngineMode::Decode;
+        settings.engine.can_switch_role = true;
+    })
+    .await;
+    let client = cluster.agent().control_client().await.unwrap();
+    let mut roles = vec![];
+    for role in [EngineMode::Decode, EngineMode::Prefill] {
+        cluster.engine().set_role(role);
+        let described = eventually("the role", || {
+            let mut client = client.clone();
+            async move {
+                let answer = client.describe(proto::v1::DescribeRequest {}).await.unwrap();
+                let engine = answer.into_inner().engine.unwrap();
+                (engine.disaggregation == role.as_str()).then_some(engine)
+            }
+        })
+        .await;
+        roles.push(described);
+    }
+    assert_ne!(roles[0].instance, roles[1].instance, "its sessions are not this engine's");
 }
 
 #[tokio::test]

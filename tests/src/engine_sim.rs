@@ -88,6 +88,9 @@ pub struct Config {
     /// Whether all load snapshots have the time of the first, as if the scheduler took no others.
     #[arg(skip)]
     pub snapshots_stand_still: bool,
+    /// Whether [`EngineSim::set_role`] may switch the role in a pair.
+    #[arg(skip)]
+    pub can_switch_role: bool,
     /// The publisher of KV events, as JSON: publisher, endpoint, replay_endpoint, buffer_steps,
     /// topic, bind; and `arrays` for the encoding of older releases.
     #[arg(long = "kv-events-config", value_parser = kv_events)]
@@ -190,6 +193,12 @@ impl EngineSim {
     /// Sets which LoRA adapters `/v1/models` lists.
     pub fn set_adapters(&self, names: &[&str]) {
         self.app.set_adapters(names.iter().map(|name| (*name).to_owned()).collect());
+    }
+
+    /// Sets the role in a pair that `/server_info` names as the scheduler's present one. The
+    /// simulator goes on in its first role.
+    pub fn set_role(&self, mode: hand_off::EngineMode) {
+        self.app.set_role(mode.as_str());
     }
 
     /// Sets the fault of hand-offs, and the share of them that has it, in thousandths. Does nothing

@@ -30,6 +30,7 @@ mod engine_state;
 mod handle;
 mod published;
 mod reporter;
+mod role_watch;
 mod session_calls;
 mod setup;
 mod shims;

@@ -101,6 +101,8 @@ pub(super) struct App {
     responses: responses::ResponseStore,
     /// The names of the loaded LoRA adapters.
     adapters: Mutex<Vec<String>>,
+    /// The role to which the engine was switched.
+    role: Mutex<Option<&'static str>>,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
@@ -121,7 +123,7 @@ impl App {
         let weights = weights::Weights::new(&config.model_path);
         let tickets = AtomicU64::new(1);
         let responses = responses::ResponseStore::default();
-        let adapters = Mutex::default();
+        let (adapters, role) = (Mutex::default(), Mutex::default());
         App {
             config,
             handle,
@@ -134,11 +136,16 @@ impl App {
             killed,
             responses,
             adapters,
+            role,
         }
     }
 
     pub(super) fn set_adapters(&self, names: Vec<String>) {
         *self.adapters.lock() = names;
+    }
+
+    pub(super) fn set_role(&self, role: &'static str) {
+        *self.role.lock() = Some(role);
     }
 
     /// Returns 32 hex digits, like the `hex` of a Python uuid4.

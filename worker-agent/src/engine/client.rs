@@ -33,7 +33,7 @@ use service::descriptors;
 pub use self::control_call::ControlCall;
 use super::{
     LoadSample, RankSample,
-    info::{EngineInfo, parse_info},
+    info::{EngineInfo, parse_info, read_role},
     missing::missing_flags,
     model_files,
 };
@@ -245,6 +245,18 @@ impl EngineClient {
             publishers,
         };
         Ok((info, model_files::TokenizerSource::from_info(&value), publisher_info))
+    }
+
+    /// Reads the engine's present role in a pair: `null`, `prefill` or `decode`.
+    ///
+    /// # Errors
+    /// When the engine can't be reached or its answer is invalid.
+    pub async fn read_role(&self) -> Result<String, Error> {
+        let path = "/server_info";
+        let body = self.call(Method::GET, path, None).await?;
+        let value: Value = serde_json::from_slice(&body)
+            .map_err(|error| Error::Answer { path, detail: error.to_string() })?;
+        Ok(read_role(&value).to_owned())
     }
 
     /// Reads the names of the loaded LoRA adapters from `/v1/models`, in order.

@@ -32,6 +32,8 @@ pub struct EngineInfo {
     pub model_files: Option<ModelFiles>,
     /// Whether the engine can load LoRA adapters.
     pub has_lora: bool,
+    /// Whether the engine's role in a pair can change while it runs (`--enable-pd-role-switch`).
+    pub can_switch_role: bool,
     /// In which order the engine takes requests by their priority. `None` if it ignores priorities.
     pub priority_order: Option<PriorityOrder>,
     /// The engine's flags that are not set and without which Berth can do less.
@@ -110,6 +112,9 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
     let model = text("served_model_name").or_else(|| text("model_path"));
     let seed = number("random_seed").unwrap_or(0);
     let startup_times = value.get("startup_time").map(Value::to_string).unwrap_or_default();
+    let (role, can_switch_role) = (read_role(value), flag("enable_pd_role_switch"));
+    // An engine in another role is another worker, with other sessions. Its KV is not offered on.
+    let role_in_id = if can_switch_role { format!(" {role}") } else { String::new() };
     Ok(EngineInfo {
         facts: EngineFacts {
             version: text("version").unwrap_or("unknown").to_owned(),
@@ -122,8 +127,10 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             // The engine reports no process id. The agent derives an id from two values that
             // differ between processes: the seed, random at each launch unless the operator sets
             // it, and the startup times, which are measured at each launch.
-            instance: proto::id::short_sha256(format!("{seed} {startup_times}").as_bytes()),
-            disaggregation: text("disaggregation_mode").unwrap_or("null").to_owned(),
+            instance: proto::id::short_sha256(
+                format!("{seed} {startup_times}{role_in_id}").as_bytes(),
+            ),
+            disaggregation: role.to_owned(),
             shortens_prompts: flag("allow_auto_truncate"),
             adapters: Some(vec![]),
             transfer: read_transfer(value),
@@ -135,6 +142,7 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
         // The engine computes whole prompts if the number is -1.
         step_tokens_max: number("chunked_prefill_size").filter(|tokens| *tokens > 0),
         model_files: None,
+        can_switch_role,
         has_lora: flag("enable_lora") || value.get("lora_paths").is_some_and(|it| !it.is_null()),
         priority_order: flag("enable_priority_scheduling").then_some(
             if flag("schedule_low_priority_values_first") {
@@ -147,10 +155,20 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
     })
 }
 
+/// Returns the engine's role: `null`, `prefill` or `decode`. The engine's flags say in which role it
+/// has started, and its scheduler's state the present role, which may be another one.
+pub(super) fn read_role(value: &Value) -> &str {
+    fn mode(value: &Value) -> Option<&str> {
+        value.get("disaggregation_mode").and_then(Value::as_str)
+    }
+    let scheduler = value.get("internal_states").and_then(|states| states.get(0));
+    scheduler.and_then(mode).or_else(|| mode(value)).unwrap_or("null")
+}
+
 /// Reads how an engine in prefill or decode mode hands over KV. `None` for any other engine.
 fn read_transfer(value: &Value) -> Option<KvTransfer> {
     let text = |key: &str| value.get(key).and_then(Value::as_str);
-    if !matches!(text("disaggregation_mode"), Some("prefill" | "decode")) {
+    if !matches!(read_role(value), "prefill" | "decode") {
         return None;
     }
     let tp_size = value.get("tp_size").and_then(Value::as_u64).unwrap_or(1);
@@ -254,6 +272,23 @@ mod tests {
         let mut value = server_info();
         value.as_object_mut().unwrap().remove("max_total_num_tokens");
         assert!(parse_info(&value).unwrap_err().contains("max_total_num_tokens"));
+    }
+
+    #[test]
+    fn an_engine_in_another_role_is_another_instance() {
+        let mut value = server_info();
+        value["disaggregation_mode"] = "decode".into();
+        let fixed = parse_info(&value).unwrap();
+        assert_eq!((fixed.facts.role(), fixed.can_switch_role), (EngineRole::Decode, false));
+        value["enable_pd_role_switch"] = true.into();
+        let before = parse_info(&value).unwrap();
+        // After a switch, only the scheduler's state has the role.
+        value["internal_states"][0]["disaggregation_mode"] = "prefill".into();
+        let after = parse_info(&value).unwrap();
+        assert_eq!((after.facts.role(), after.can_switch_role), (EngineRole::Prefill, true));
+        assert!(after.facts.transfer.is_some() && before.facts.instance != after.facts.instance);
+        value["internal_states"][0]["disaggregation_mode"] = "decode".into();
+        assert_eq!(parse_info(&value).unwrap(), before, "it was switched back");
     }
 
     #[test]

@@ -20,6 +20,7 @@ use super::{
     AgentHandle, EngineNews,
     adapters::{self, AdapterWatch},
     bootstrap_probe::BootstrapProbe,
+    role_watch::RoleWatch,
 };
 use crate::{
     engine::{self, EngineClient, EngineInfo, LoadSample, RankSample, model_files},
@@ -64,6 +65,7 @@ pub struct EngineMonitor {
 struct EngineWatch {
     adapters: AdapterWatch,
     bootstrap: BootstrapProbe,
+    role: RoleWatch,
 }
 
 /// Monitors the engine until the tasks are cancelled.
@@ -82,6 +84,7 @@ async fn monitor_engine(monitor: &EngineMonitor) {
                 let mut watch = EngineWatch {
                     adapters: AdapterWatch::new(info.has_lora, now()),
                     bootstrap: BootstrapProbe::new(&info, monitor.engine.host()),
+                    role: RoleWatch::new(&info, now()),
                 };
                 monitor.owner.report_engine(EngineNews::Up(info)).await;
                 watch.bootstrap.check(now(), &monitor.owner).await;
@@ -160,6 +163,9 @@ async fn sample_until_down(
             warn!(%error, "can't read the engine's adapters");
         }
         watch.bootstrap.check(now(), &monitor.owner).await;
+        if watch.role.was_switched(now(), &monitor.engine).await {
+            return None;
+        }
         match monitor.engine.read_load(now).await {
             Ok(sample) => {
                 failed_samples = 0;

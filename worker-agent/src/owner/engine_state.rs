@@ -230,6 +230,7 @@ mod tests {
             step_tokens_max: None,
             model_files: None,
             has_lora: false,
+            can_switch_role: false,
             priority_order: None,
             missing_flags: vec![],
         })

@@ -14,7 +14,9 @@ pub enum EngineMode {
 }
 
 impl EngineMode {
-    pub(in crate::engine_sim) fn as_str(self) -> &'static str {
+    /// Returns the name that the engine gives the role.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Null => "null",
             Self::Prefill => "prefill",

@@ -145,6 +145,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "enable_priority_scheduling": app.config.enable_priority_scheduling,
         "schedule_low_priority_values_first": false,
         "enable_lora": app.config.enable_lora,
+        "enable_pd_role_switch": app.config.can_switch_role,
         "lora_paths": null,
         "disable_radix_cache": core.disable_radix_cache,
         "radix_eviction_policy": "lru",
@@ -175,6 +176,9 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
     merge(&mut body, &disaggregation(&app));
     let mut internal = args;
     merge(&mut internal, &state);
+    if let Some(role) = *app.role.lock() {
+        internal["disaggregation_mode"] = role.into();
+    }
     merge(
         &mut body,
         &json!({
