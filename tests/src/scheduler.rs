@@ -110,6 +110,7 @@ fn hello(dp_rank: u32, pool_tokens: u64) -> Vec<u8> {
     let (page_size_tokens, rows_total, page_bytes) = (16, 8, None::<u64>);
     let (sglang, shim, device) = ("0.5.23", "", "");
     let no_reason = None::<&str>;
+    let pin_safety = (no_reason, no_reason);
     frame(&(
         "Hello",
         PID_PLACEHOLDER,
@@ -126,6 +127,7 @@ fn hello(dp_rank: u32, pool_tokens: u64) -> Vec<u8> {
         no_reason,
         device,
         page_bytes,
+        pin_safety,
     ))
 }
 

@@ -139,6 +139,8 @@ fn hello(facts: &PoolFacts, demotes: bool) -> Vec<u8> {
     let (inert, none) = (None::<&str>, Some("a simulator"));
     let undemotable = none.filter(|_| !demotes);
     let (sglang, shim, device, page_bytes) = ("0.5.23", "", "cpu", None::<u64>);
+    // The engine is guarded, and has one pool.
+    let pin_safety = (inert, Some(""));
     let (pool_tokens, rows_total) = (facts.total as u64, facts.rows as u64);
     frame(&(
         "Hello",
@@ -156,6 +158,7 @@ fn hello(facts: &PoolFacts, demotes: bool) -> Vec<u8> {
         none,
         device,
         page_bytes,
+        pin_safety,
     ))
 }
 

@@ -82,6 +82,19 @@ pub struct Hello {
     /// can't tell.
     #[serde(deserialize_with = "count::read_option")]
     pub page_bytes: Option<u64>,
+    /// Whether sessions of this engine can be pinned safely.
+    pub pin_safety: PinSafety,
+}
+
+/// What the shim knows of the safety of pinned sessions.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub struct PinSafety {
+    /// Why turns of pinned sessions may reach the engine's storage, which ends the engine. `None` if
+    /// the shim keeps them from it, also while it is inert or not connected.
+    pub unguarded_reason: Option<String>,
+    /// What the engine keeps in a pool beside that of the KV of all tokens; empty if it has no such
+    /// pool. `None` if the shim can't tell.
+    pub second_pool: Option<String>,
 }
 
 /// The result of auditing one rank's pages, or the reason why there is none.

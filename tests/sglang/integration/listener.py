@@ -21,7 +21,7 @@ VERSION = 7
 REPORTED_SECONDS_MAX = 60
 HELLO_NAMES = (
     "pid dp_rank page_size total rows_total instance sglang shim inert undemotable unauditable "
-    "unpublishable device page_bytes"
+    "unpublishable device page_bytes pin_safety"
 ).split()
 HEAD_NAMES = (
     "total available evictable protected held uncached rows_total rows_free running waiting "

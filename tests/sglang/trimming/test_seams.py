@@ -6,6 +6,7 @@ look at it as both the running engine and `python -m berth_shim` do."""
 import ast
 import importlib
 import json
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -268,7 +269,7 @@ def started(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 REASONS = {
     "reports": "inert_reason", "demotion": "undemotable_reason", "audit": "unauditable_reason",
-    "republishing": "unpublishable_reason",
+    "republishing": "unpublishable_reason", "guarding": "pin_safety.unguarded_reason",
 }
 
 
@@ -282,8 +283,8 @@ def test_the_hello_says_what_is_off(
         tree.write()
     hello = started(tree, monkeypatch)
     for name, field in REASONS.items():
-        reason = getattr(hello, field) or ""
-        is_off = name == function or (function == "reports" and name == "demotion")
+        reason = operator.attrgetter(field)(hello) or ""
+        is_off = name == function or (function == "reports" and name in ("demotion", "guarding"))
         assert (f"on SGLang {VERSION}" in reason) == is_off, (name, reason)
     logged = [record.args[0] for record in caplog.records if "is off" in record.msg]
     assert logged == (SCHEDULER_FUNCTIONS if function == "reports" else [function] * bool(function))

@@ -21,6 +21,7 @@ MESSAGES = {
     "hello": wire.Hello(
         7, 3, 16, 1 << 40, 4096, INSTANCE, "0.5.23", "0.1.0", undemotable_reason="no",
         device="cpu", page_bytes=1 << 33,
+        pin_safety=wire.PinSafety("why", "more"),
     ),
     "update": wire.Update(
         seq=1,

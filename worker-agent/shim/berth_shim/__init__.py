@@ -13,7 +13,8 @@ prompts if the agent asks for it. *Trimming* removes from a prompt the tokens th
 session already holds.
 
 The scheduler's hooks never raise an error into the engine. After the first error the shim is
-*inert*: it reports why, and does nothing else any more.
+*inert*: it reports why, and does nothing else any more. Only the `guard` goes on, which keeps the
+engine from a fault of its own.
 
 The shim works with every version of SGLang that has the parts that it needs, the *seams*. `seams`
 lists them by the shim's functions, and `probe` looks for them at the start. A function whose seam
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import wire
+from .guard import needs_no_prefetch, second_pool
 from .link import Link, socket_paths
 from .probe import ImportedEngine, log_off, off_reasons
 from .seams import FUNCTIONS
@@ -146,6 +148,8 @@ class _Shim:
         hook_after(_SESSION + "abort_req", lambda _, session, *a, **k: self._call_sampler_for(
             session, "report_abort", self._is_ending_turn))
         hook_around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
+        if "guarding" not in self._off:
+            hook_around(_SCHEDULER + "_prefetch_kvcache", self._around_prefetch)
         hook_after(_RADIX_CACHE + "reset", lambda *a, **k: self._call_sampler("report_flush"))
         for method in _weight_changes():
             hook_after(_WEIGHTS + method, lambda result, *a, **k: self._call_sampler(
@@ -169,6 +173,7 @@ class _Shim:
             pid=os.getpid(), dp_rank=0, page_size_tokens=0, pool_tokens=0, rows_total=0,
             instance=_INSTANCE, sglang=self._version, shim=__version__,
             inert_reason=self._off.get("reports"), undemotable_reason=self._off.get("demotion"),
+            pin_safety=wire.PinSafety(self._off.get("guarding")),
         )
         try:
             hello, is_reporter = _complete_hello(scheduler, hello)
@@ -233,6 +238,20 @@ class _Shim:
         finally:
             self._is_ending_turn = False
 
+    def _around_prefetch(
+        self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls the engine's function that looks for a prompt in its storage, but not for a turn
+        that would end the engine there. This works in each scheduler, also if the shim is inert."""
+        try:
+            is_left_out = needs_no_prefetch(scheduler.tree_cache, request)
+        except Exception as error:
+            # Without the storage the engine computes more, but it lives.
+            is_left_out = True
+            if self._sampler is not None:
+                self._fail("guard", error)
+        return None if is_left_out else original(scheduler, request, *args, **kwargs)
+
     def _sample_idle(self) -> None:
         # The engine also publishes a load snapshot while it processes a step's results. They are
         # not complete then, and `end_step` samples afterwards.
@@ -282,6 +301,8 @@ def _complete_hello(scheduler: Any, hello: wire.Hello) -> tuple[wire.Hello, bool
     # SGLang 0.5.20 has the DP rank elsewhere.
     ranks = parallel if hasattr(parallel, "dp_rank") else scheduler.ps
     hello = replace(hello, dp_rank=ranks.dp_rank or 0)
+    if not hello.pin_safety.unguarded_reason:
+        hello = replace(hello, pin_safety=wire.PinSafety(None, second_pool(scheduler)))
     cache_type = type(scheduler.tree_cache).__name__
     if not hello.inert_reason and cache_type != "UnifiedRadixCache":
         reason = f"the tree cache is {cache_type}, not UnifiedRadixCache"

@@ -9,6 +9,8 @@ shim that need the seam are off, and the other functions work. The functions are
 - `demotion`: moves an idle session's KV into the radix tree.
 - `audit`: checks who holds each page, and publishes the rows for an agent that checks by itself.
 - `republishing`: publishes the radix tree again as KV events.
+- `guarding`: keeps turns of pinned sessions from the engine's storage, which would end the engine,
+  and says whether the model has a second pool.
 - `trimming`: removes from a prompt what its session holds. It works in another process than the
   other functions, so it doesn't need `reports`.
 
@@ -19,7 +21,7 @@ Parts whose absence the shim's code itself expects (`getattr` with a default) ar
 from enum import Enum
 from typing import NamedTuple
 
-FUNCTIONS = ("reports", "demotion", "audit", "republishing", "trimming")
+FUNCTIONS = ("reports", "demotion", "audit", "republishing", "guarding", "trimming")
 
 
 class Kind(Enum):
@@ -81,6 +83,7 @@ _DEMOTION = ("demotion",)
 _AUDIT = ("audit",)
 _LISTS_REQUESTS = ("demotion", "audit")
 _REPUBLISHING = ("republishing",)
+_GUARDING = ("guarding",)
 _TRIMMING = ("trimming",)
 
 
@@ -171,9 +174,10 @@ SEAMS = (
     ),
     _fields(_LISTS_REQUESTS, _BATCHES + "Req", "kv"),
     # Where an engine can't demote or audit.
+    _fields((*_LISTS_REQUESTS, *_GUARDING), _SCHEDULER, "is_hybrid_swa", "is_hybrid_ssm"),
     _fields(
-        _LISTS_REQUESTS, _SCHEDULER, "is_hybrid_swa", "is_hybrid_ssm", "enable_hierarchical_cache",
-        "enable_hisparse", "disaggregation_mode",
+        _LISTS_REQUESTS, _SCHEDULER, "enable_hierarchical_cache", "enable_hisparse",
+        "disaggregation_mode",
     ),
     # Demotion: the engine's own way of moving a request's KV into the tree.
     _call(
@@ -218,6 +222,9 @@ SEAMS = (
         "medium=",
     ),
     _fields(_REPUBLISHING, _S + "disaggregation.kv_events:StorageMedium", "GPU", "CPU"),
+    # Guarding.
+    _hook(_GUARDING, _SCHEDULER + "._prefetch_kvcache", "req"),
+    _fields(_GUARDING, _BATCHES + "Req", "to_finish"),
     # Trimming.
     _hook(_TRIMMING, _MANAGER + ".__init__"),
     _hook(_TRIMMING, _MANAGER + ".generate_request", "obj", "request"),

@@ -46,8 +46,8 @@ class _Message(_Struct, tag=True):
     """A message or an event: an array of the class's name and the fields."""
 
 
-class _TextMessage(_Message):
-    """A message with texts of clients, or of errors. Cuts its texts to NAME_BYTES_MAX bytes, and
+class _Texts:
+    """A part with texts of clients, or of errors. Cuts its texts to NAME_BYTES_MAX bytes, and
     replaces what UTF-8 can't encode."""
 
     def __post_init__(self) -> None:
@@ -56,6 +56,10 @@ class _TextMessage(_Message):
                 # Bytes of a character that was cut are dropped, so the rest is valid UTF-8.
                 cut = text.encode(errors="replace")[:NAME_BYTES_MAX].decode(errors="ignore")
                 msgspec.structs.force_setattr(self, name, cut)
+
+
+class _TextMessage(_Texts, _Message):
+    """A message with such texts."""
 
 
 class RankFacts(_Struct):
@@ -125,6 +129,11 @@ class Inspected(_Message):
 Event = Opened | Closed | Committed | Aborted | Demoted | Inspected
 
 
+class PinSafety(_Texts, _Struct):
+    unguarded_reason: str | None = None
+    second_pool: str | None = None
+
+
 class Hello(_TextMessage):
     pid: int
     dp_rank: int
@@ -140,6 +149,7 @@ class Hello(_TextMessage):
     unpublishable_reason: str | None = None
     device: str = ""
     page_bytes: int | None = None
+    pin_safety: PinSafety = PinSafety()
 
 
 class Update(_Message):

@@ -78,6 +78,7 @@ impl TestAgent {
             no_reason,
             "cpu",
             4096,
+            (no_reason, Some("")),
         ));
         shim
     }

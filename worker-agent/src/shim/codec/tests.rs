@@ -7,7 +7,7 @@ use proto::count::COUNT_MAX;
 use serde_bytes::Bytes;
 
 use super::*;
-use crate::{config::WORKER_ID_BYTES_MAX, incarnation::prefix};
+use crate::{config::WORKER_ID_BYTES_MAX, incarnation::prefix, shim::PinSafety};
 
 /// Frames in hex, by name. The shim's `tests/sglang/trimming/test_wire.py` has the same messages.
 const EXAMPLES: &str = include_str!("frames.txt");
@@ -64,6 +64,10 @@ fn a_hello_is_what_the_shim_means() {
         unpublishable_reason: None,
         device: "cpu".into(),
         page_bytes: Some(1 << 33),
+        pin_safety: PinSafety {
+            unguarded_reason: Some("why".into()),
+            second_pool: Some("more".into()),
+        },
     };
     assert_eq!(decoded(&example("hello")), Ok(ShimMessage::Hello(Box::new(hello))));
 }
@@ -231,9 +235,9 @@ fn unknown_messages_and_impossible_values_are_refused() {
     let audited = |seconds: i64| ("Audited", 1, (seconds, 0), (), ["a"], Bytes::new(b"report"));
     assert!(decoded::<ShimMessage>(&framed(&audited(0))).is_ok());
     assert_invalid::<ShimMessage>(&audited(-1));
-    // The rank of the example is its fourth byte after the name.
+    // Before the rank come the array's head, the name and the pid.
     let hello = example("hello");
-    let place = 5 + 1 + 6 + 1;
+    let place = 5 + 3 + 6 + 1;
     assert_eq!(hello[place - 1..=place], [7, 3]);
     let with_rank = |rank: &[u8]| [&hello[5..place], rank, &hello[place + 1..]].concat();
     let decode = |rank: &[u8]| decoded::<ShimMessage>(&framed_bytes(&with_rank(rank)));
