@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     pages::{NamedFinding, PageAudit, PageClasses, PageFinding},
-    parts::{FunctionOff, ModelFiles},
+    parts::{FunctionOff, ModelFiles, RetentionOff},
     transfer::{EngineRole, KvTransfer},
     weights::{InvalidWeights, WEIGHTS, WantedWeights, Weights},
 };
@@ -203,8 +203,10 @@ pub struct Description {
     pub engine: EngineFacts,
     /// The DP ranks in order; never empty.
     pub ranks: Vec<Rank>,
-    /// Retention modes that the engine's flags allow, best first.
+    /// Retentions that the engine can keep safely, best first. They may change while it runs.
     pub retentions: Vec<Retention>,
+    /// The other retentions, and why each is not offered.
+    pub retentions_off: Vec<RetentionOff>,
     /// How many turns of one exclusive session may wait for its running turn. See
     /// [`Session::exclusive`].
     pub turns_queued_per_session_max: u32,

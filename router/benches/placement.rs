@@ -72,6 +72,7 @@ fn description(agent: usize) -> Description {
         model_files: None,
         trim_sglang_versions: vec![],
         shim_functions_off: vec![],
+        retentions_off: vec![],
     }
 }
 

@@ -296,6 +296,7 @@ impl AgentState {
                 .then(|| control_port::described_files().into()),
             trims: vec![],
             shim_functions_off: vec![],
+            retentions_off: vec![],
         }
     }
 

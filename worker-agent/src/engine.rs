@@ -3,9 +3,10 @@
 //! Parts: [`EngineClient`] (in `client`) calls the engine's HTTP API, `info` reads its
 //! description, [`control`] reads what a control call did, [`stall_detector`] finds out when the
 //! engine makes no progress, [`silence`] when it says nothing, also by [`answer_signs`],
-//! [`model_files`] finds the tokenizer files of the engine's model, and [`missing`] the flags that
-//! the engine lacks. The parts only read, send and report. [`crate::owner`] decides what to do, and
-//! `data_port` sends turns through the client.
+//! [`model_files`] finds the tokenizer files of the engine's model, [`missing`] the flags that the
+//! engine lacks, and [`retentions`] lists in which ways the engine can't keep the KV of sessions.
+//! The parts only read, send and report. [`crate::owner`] decides what to do, and `data_port` sends
+//! turns through the client.
 
 pub mod answer_signs;
 mod client;
@@ -14,6 +15,7 @@ mod info;
 mod load;
 pub mod missing;
 pub mod model_files;
+pub mod retentions;
 pub mod silence;
 pub mod stall_detector;
 

@@ -117,8 +117,13 @@ impl Ledger {
     }
 
     /// Sets the description of an engine process, and forgets the figures of the process before.
-    /// Returns the engine's capacity for the session table.
-    pub fn set_engine(&mut self, info: &EngineInfo) -> session::EngineCapacity {
+    /// `retentions` are those that the engine offers. Returns the engine's capacity for the session
+    /// table.
+    pub fn set_engine(
+        &mut self,
+        info: &EngineInfo,
+        retentions: Vec<Retention>,
+    ) -> session::EngineCapacity {
         let mut info = info.clone();
         info.rows.truncate(RANKS_MAX as usize);
         self.sample = None;
@@ -136,7 +141,7 @@ impl Ledger {
             ranks: ranks.collect(),
             page_tokens: u64::from(info.facts.page_tokens),
             context_tokens: u64::from(info.facts.context_tokens),
-            retentions: info.retentions(),
+            retentions,
         };
         self.engine = Some(info);
         capacity
@@ -434,7 +439,6 @@ fn rows_share(rows: u32, ratio: f64) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::EngineFacts;
 
     use super::*;
     use crate::{
@@ -443,36 +447,13 @@ mod tests {
     };
 
     const POOL_TOKENS: u64 = 1000;
+    const PINNED: [Retention; 2] = [Retention::Pinned, Retention::None];
 
     fn engine() -> EngineInfo {
-        let facts = EngineFacts {
-            version: String::new(),
-            models: vec!["m".into()],
-            page_tokens: 10,
-            context_tokens: 100,
-            vocabulary: None,
-            streaming_sessions: true,
-            radix_sessions: false,
-            instance: "first".into(),
-            disaggregation: "null".into(),
-            shortens_prompts: false,
-            transfer: None,
-            adapters: None,
-        };
-        let (pool_bytes, device) = (vec![Some(7)], "cpu".to_owned());
-        EngineInfo {
-            facts,
-            rows: vec![8],
-            pool_tokens: POOL_TOKENS,
-            device,
-            pool_bytes,
-            step_tokens_max: None,
-            model_files: None,
-            has_lora: false,
-            can_switch_role: false,
-            priority_order: None,
-            missing_flags: vec![],
-        }
+        let mut info = EngineInfo::example("first");
+        (info.facts.page_tokens, info.facts.context_tokens) = (10, 100);
+        (info.pool_tokens, info.pool_bytes) = (POOL_TOKENS, vec![Some(7)]);
+        info
     }
 
     fn table(capacity: session::EngineCapacity) -> Table {
@@ -519,7 +500,7 @@ mod tests {
         });
         // A shim may connect before the agent reaches the engine.
         ledger.add_shim(0, Some(3));
-        let table = table(ledger.set_engine(&engine()));
+        let table = table(ledger.set_engine(&engine(), PINNED.to_vec()));
         assert_eq!(reported(&ledger, &table, now), (None, Some(0)));
         let facts = RankFacts {
             dp_rank: 0,
@@ -546,7 +527,7 @@ mod tests {
         ledger.record_facts(RankFacts { running: 1, ..facts });
         let own_account = Some(0);
         assert_eq!(reported(&ledger, &table, now), (Some(Source::Shim), own_account));
-        let _ = ledger.set_engine(&engine());
+        let _ = ledger.set_engine(&engine(), PINNED.to_vec());
         assert_eq!(reported(&ledger, &table, now), (None, own_account));
         let from_buffers = Pool { bytes: 300, tokens: POOL_TOKENS, source: Source::Shim };
         assert_eq!(ledger.pool(&engine(), 0), Some(from_buffers), "the shim is still there");

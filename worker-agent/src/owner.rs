@@ -15,8 +15,8 @@
 //! and `trim` Berth's parts in it, `waiters` the callers that wait, `reporter` what is published,
 //! `audit_desk` the page audits, `drain` the shutdown, and `volatile_prefix` the warnings of costly
 //! prompts. `handle` has the messages, [`engine_monitor`] polls the engine, [`adapters`] follows
-//! its adapters, and `engine_news` handles what they find. `session_calls` opens,
-//! closes and demotes sessions.
+//! its adapters, and `engine_news` handles what they find. `session_calls` opens, closes and demotes
+//! sessions, and `retentions` follows in which ways the engine can keep them.
 
 pub mod adapters;
 mod audit_desk;
@@ -30,6 +30,7 @@ mod engine_state;
 mod handle;
 mod published;
 mod reporter;
+mod retentions;
 mod role_watch;
 mod session_calls;
 mod setup;
@@ -178,8 +179,7 @@ impl Owner {
     fn run_deadlines(&mut self, now: Instant) {
         self.engine_calls.retry_journal(now);
         self.check_silence(now);
-        let ranks = self.engine.info().map_or(0, |info| info.rows.len());
-        self.shims.run_check(now, ranks);
+        self.run_shim_check(now);
         self.table.run_deadlines(now);
         self.audit_desk.run_deadlines(now);
         self.publish_weights();
@@ -228,7 +228,8 @@ impl Owner {
     /// Publishes the description again, if the engine was reached.
     fn publish_description(&self) {
         if let Some(info) = self.engine.info() {
-            self.reporter.publish_description(info, self.shims.abilities(&self.trimmer));
+            let abilities = self.shims.abilities(&self.trimmer);
+            self.reporter.publish_description(info, self.offer(info), abilities);
         }
     }
 
@@ -405,6 +406,7 @@ impl Owner {
                 self.reporter.ledger.remove_shim(dp_rank);
                 self.shims.remove(dp_rank);
                 self.table.handle_shim_down(now(), dp_rank);
+                self.refresh_retentions();
             }
             ShimEvent::Committed { id, rid, history_tokens, is_retracted, .. } => {
                 // In the engine, turns of the Responses API have ids with a prefix.
@@ -424,6 +426,7 @@ impl Owner {
             self.audit_desk.add_rank(hello.dp_rank, hello.unauditable_reason);
             self.reporter.ledger.add_shim(hello.dp_rank, hello.page_bytes);
         }
+        self.refresh_retentions();
     }
 
     /// Carries out the effects that the session table asks for, in their order.

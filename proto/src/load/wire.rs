@@ -13,8 +13,8 @@ use http::uri::Authority;
 
 use super::{
     Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
-    PromptPlace, PromptRole, Rank, RankLoad, Retention, Session, SessionState, Source,
-    StagedPrefill, VolatilePrefix, Weights,
+    PromptPlace, PromptRole, Rank, RankLoad, Retention, RetentionOff, Session, SessionState,
+    Source, StagedPrefill, VolatilePrefix, Weights,
 };
 use crate::{id::Digest, v1};
 
@@ -241,6 +241,11 @@ impl TryFrom<v1::Description> for Description {
                 .into_iter()
                 .map(Retention::from_wire)
                 .collect::<Result<_, _>>()?,
+            retentions_off: wire
+                .retentions_off
+                .into_iter()
+                .map(RetentionOff::try_from)
+                .collect::<Result<_, _>>()?,
             turns_queued_per_session_max: wire.turns_queued_per_session_max,
             model_files: wire.model_files.map(ModelFiles::try_from).transpose()?,
             trim_sglang_versions: wire.trims,
@@ -261,6 +266,7 @@ impl From<Description> for v1::Description {
             engine: Some(description.engine.into()),
             ranks: description.ranks.into_iter().map(Into::into).collect(),
             retentions: description.retentions.into_iter().map(Retention::to_wire).collect(),
+            retentions_off: description.retentions_off.into_iter().map(Into::into).collect(),
             turns_queued_per_session_max: description.turns_queued_per_session_max,
             model_files: description.model_files.map(Into::into),
             trims: description.trim_sglang_versions,

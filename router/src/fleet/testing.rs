@@ -47,6 +47,7 @@ pub(crate) fn description(agent_id: &str, epoch: u64, ranks: u32) -> Description
         model_files: None,
         trim_sglang_versions: vec![],
         shim_functions_off: vec![],
+        retentions_off: vec![],
     }
 }
 

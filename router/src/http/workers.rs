@@ -96,6 +96,7 @@ fn to_json(
         "kv": kv,
         "engine": facts.description.engine,
         "retentions": facts.description.retentions,
+        "retentions_off": facts.description.retentions_off,
         "trims": facts.description.trim_sglang_versions,
         "shim_functions_off": facts.description.shim_functions_off,
         "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_to_json),

@@ -47,16 +47,16 @@ pub enum NoWorker {
     },
     /// No worker that serves the model offers the retention.
     #[error(
-        "no worker offers retention {}; offered are: {offered}; start an engine with {}, or ask \
-         for one of these",
-        .requested.as_str(),
-        .requested.engine_flag().unwrap_or("other flags")
+        "no worker offers retention {}: {reason}; ask for one of these: {offered}",
+        .requested.as_str()
     )]
     Retention {
         /// The retention that was asked for.
         requested: Retention,
         /// The retentions that workers serving the model offer.
         offered: String,
+        /// Why one of these workers doesn't offer it.
+        reason: String,
     },
     /// No worker that fits otherwise has the weights.
     #[error("no worker has weights {wanted}; workers have: {offered}")]
@@ -219,7 +219,17 @@ fn explain_no_worker(
         (_, Some(retention)) => {
             let names = serving_agents()
                 .flat_map(|agent| agent.retentions.iter().map(|offered| offered.as_str()));
-            NoWorker::Retention { requested: retention, offered: join_sorted(names.collect()) }
+            let mut reasons = serving_agents().flat_map(|agent| &agent.retentions_off);
+            let said = reasons.find(|off| off.retention == retention);
+            let missing_flag = || {
+                let flag = retention.engine_flag().unwrap_or("other flags");
+                format!("start an engine with {flag}")
+            };
+            NoWorker::Retention {
+                requested: retention,
+                offered: join_sorted(names.collect()),
+                reason: said.map_or_else(missing_flag, |off| off.reason.clone()),
+            }
         }
         (_, None) => NoWorker::Unusable,
     }

@@ -5,17 +5,22 @@
 
 use proto::{
     count::COUNT_MAX,
-    load::{EngineFacts, EngineRole, KvTransfer, ModelFiles, Retention},
+    load::{EngineFacts, EngineRole, KvTransfer, ModelFiles},
 };
 use serde_json::Value;
 
-use super::missing::MissingFlag;
+use super::{
+    missing::MissingFlag,
+    retentions::{CacheFlags, SecondPool, Storage},
+};
 
 /// The part of `/server_info` that the agent needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineInfo {
     /// The facts that the agent tells routers.
     pub facts: EngineFacts,
+    /// The flags that decide, with the facts, how the engine can keep the KV of sessions.
+    pub cache: CacheFlags,
     /// For each data parallel (DP) rank: the number of rows of its request table. A request that
     /// runs holds a row.
     pub rows: Vec<u32>,
@@ -53,35 +58,6 @@ pub enum PriorityOrder {
 const RANKS_MAX: u64 = 4096;
 /// The engine's default port of the bootstrap server.
 const BOOTSTRAP_PORT_DEFAULT: u16 = 8998;
-
-impl EngineInfo {
-    /// Returns how the engine can keep the KV of sessions between turns, the best way first. The
-    /// engine's flags decide this.
-    #[must_use]
-    pub fn retentions(&self) -> Vec<Retention> {
-        let facts = &self.facts;
-        let has_cache = |transfer: &KvTransfer| transfer.decode_cache;
-        let (can_pin, can_tag) = match facts.role() {
-            EngineRole::Aggregated => (facts.streaming_sessions, facts.radix_sessions),
-            // Streaming sessions don't work with prefill/decode disaggregation: the prefill
-            // engine's copy of the history lacks the answers. Sessions are on decode engines, and
-            // only a radix cache can be tagged.
-            EngineRole::Decode => {
-                (false, facts.radix_sessions && facts.transfer.as_ref().is_some_and(has_cache))
-            }
-            EngineRole::Prefill => (false, false),
-        };
-        let mut retentions = vec![];
-        if can_pin {
-            retentions.push(Retention::Pinned);
-        }
-        if can_tag {
-            retentions.push(Retention::Tagged);
-        }
-        retentions.push(Retention::None);
-        retentions
-    }
-}
 
 /// Reads the values that the agent needs from the answer of `/server_info`.
 pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
@@ -135,6 +111,7 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             adapters: Some(vec![]),
             transfer: read_transfer(value),
         },
+        cache: read_cache_flags(value),
         rows: vec![to_u32("rows", rows)?; usize::try_from(ranks).map_err(|e| e.to_string())?],
         pool_tokens: at_most("max_total_num_tokens", pool_tokens, COUNT_MAX)?,
         device: text("device").unwrap_or("unknown").to_owned(),
@@ -163,6 +140,35 @@ pub(super) fn read_role(value: &Value) -> &str {
     }
     let scheduler = value.get("internal_states").and_then(|states| states.get(0));
     scheduler.and_then(mode).or_else(|| mode(value)).unwrap_or("null")
+}
+
+/// Reads the flags that decide how the engine can keep the KV of sessions. A rank's state has what
+/// was changed since the engine's start.
+fn read_cache_flags(value: &Value) -> CacheFlags {
+    let rank_state = value.get("internal_states").and_then(|states| states.get(0));
+    let setting =
+        |key: &str| rank_state.and_then(|state| state.get(key)).or_else(|| value.get(key));
+    let is_on = |key: &str| setting(key).and_then(Value::as_bool).unwrap_or(false);
+    let is_set = |key: &str| setting(key).is_some_and(|value| !value.is_null());
+    let memory_usage = rank_state.and_then(|state| state.get("memory_usage"));
+    let has_window_pool = memory_usage
+        .and_then(|usage| usage.get("token_capacity_swa"))
+        .is_some_and(|capacity| !capacity.is_null());
+    CacheFlags {
+        is_radix_cache_off: is_on("disable_radix_cache"),
+        storage: if is_set("hicache_storage_backend") {
+            Storage::Present
+        } else if is_on("enable_hierarchical_cache") && is_set("admin_api_key") {
+            Storage::Attachable
+        } else {
+            Storage::Absent
+        },
+        second_pool: if has_window_pool {
+            Some(SecondPool::SlidingWindow)
+        } else {
+            is_on("uses_mamba_radix_cache").then_some(SecondPool::Recurrent)
+        },
+    }
 }
 
 /// Reads how an engine in prefill or decode mode hands over KV. `None` for any other engine.
@@ -225,24 +231,40 @@ mod tests {
     }
 
     #[test]
-    fn flags_decide_which_retentions_are_offered() {
-        let table = [
-            (true, true, "null", vec![Retention::Pinned, Retention::Tagged, Retention::None]),
-            (true, false, "null", vec![Retention::Pinned, Retention::None]),
-            (false, true, "null", vec![Retention::Tagged, Retention::None]),
-            (false, false, "null", vec![Retention::None]),
-            (true, true, "decode", vec![Retention::None]),
-            (true, true, "decode with cache", vec![Retention::Tagged, Retention::None]),
-            (true, true, "prefill", vec![Retention::None]),
-        ];
-        for (streaming, radix, mode, want) in table {
+    fn the_flags_of_the_cache_are_read_also_where_they_have_changed() {
+        let flags = |change: Value| {
             let mut value = server_info();
-            value["enable_streaming_session"] = streaming.into();
-            value["enable_session_radix_cache"] = radix.into();
-            let has_cache = mode.ends_with("with cache");
-            value["disaggregation_decode_enable_radix_cache"] = has_cache.into();
-            value["disaggregation_mode"] = mode.split(' ').next().into();
-            assert_eq!(parse_info(&value).unwrap().retentions(), want);
+            value.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+            parse_info(&value).unwrap().cache
+        };
+        assert_eq!(flags(serde_json::json!({})), CacheFlags::default());
+        let hierarchical = serde_json::json!({
+            "enable_hierarchical_cache": true, "hicache_storage_backend": null,
+            "admin_api_key": null,
+        });
+        assert_eq!(flags(hierarchical.clone()).storage, Storage::Absent);
+        let mut with_key = hierarchical.clone();
+        with_key["admin_api_key"] = "k".into();
+        assert_eq!(flags(with_key).storage, Storage::Attachable);
+        let mut attached = hierarchical;
+        attached["internal_states"] = serde_json::json!([{
+            "effective_max_running_requests_per_dp": 8, "hicache_storage_backend": "file",
+        }]);
+        assert_eq!(flags(attached).storage, Storage::Present);
+        assert!(flags(serde_json::json!({ "disable_radix_cache": true })).is_radix_cache_off);
+        for (change, pool) in [
+            (serde_json::json!({ "uses_mamba_radix_cache": true }), Some(SecondPool::Recurrent)),
+            (serde_json::json!({ "uses_mamba_radix_cache": false }), None),
+            (window_pool(Value::Null), None),
+            (window_pool(4096.into()), Some(SecondPool::SlidingWindow)),
+        ] {
+            assert_eq!(flags(change.clone()).second_pool, pool, "{change}");
+        }
+        fn window_pool(tokens: Value) -> Value {
+            serde_json::json!({ "internal_states": [{
+                "effective_max_running_requests_per_dp": 8,
+                "memory_usage": { "kvcache": 1.0, "token_capacity_swa": tokens },
+            }] })
         }
     }
 

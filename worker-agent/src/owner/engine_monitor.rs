@@ -7,6 +7,7 @@
 //! receivers decide what follows from the news.
 
 use std::{
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -23,7 +24,7 @@ use super::{
     role_watch::RoleWatch,
 };
 use crate::{
-    engine::{self, EngineClient, EngineInfo, LoadSample, RankSample, model_files},
+    engine::{self, EngineClient, EngineInfo, LoadSample, RankSample, model_files, retentions},
     kv_events::KvHandle,
 };
 
@@ -259,15 +260,19 @@ async fn add_model_facts(
     let file_facts = tokio::task::spawn_blocking(move || {
         let (source, hub_cache) = (source?, model_files::hub_cache_folder());
         Some((
-            read_vocabulary_size(&source),
+            read_config(&source, hub_cache.as_deref()),
             model_files::FoundFiles::find(&source, hub_cache.as_deref()),
         ))
     });
-    let (vocabulary_size, found_files) = file_facts.await.ok().flatten().unzip();
+    let (config, found_files) = file_facts.await.ok().flatten().unzip();
+    let config = config.flatten();
+    info.cache.second_pool =
+        info.cache.second_pool.or_else(|| retentions::second_pool_of(config.as_ref()?));
+    let vocabulary_size = config.as_ref().and_then(vocabulary_size);
     if let Some(transfer) = &mut info.facts.transfer {
         transfer.bootstrap_host.clone_from(&monitor.bootstrap_host);
     }
-    info.facts.vocabulary = monitor.configured_vocabulary_size.or(vocabulary_size.flatten());
+    info.facts.vocabulary = monitor.configured_vocabulary_size.or(vocabulary_size);
     if info.facts.vocabulary.is_none() {
         warn!("the model's vocabulary is unknown: set `vocabulary`, or token ids are not checked");
     }
@@ -285,11 +290,15 @@ async fn add_model_facts(
     info
 }
 
-/// Reads the vocabulary's size from the model's config, because the engine doesn't report it.
-fn read_vocabulary_size(source: &model_files::TokenizerSource) -> Option<u32> {
-    let folder = source.model_folder(model_files::hub_cache_folder().as_deref())?;
+/// Reads the model's config, because the engine reports little of it.
+fn read_config(source: &model_files::TokenizerSource, hub_cache: Option<&Path>) -> Option<Value> {
+    let folder = source.model_folder(hub_cache)?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
-    let config: Value = serde_json::from_str(&text).ok()?;
+    serde_json::from_str(&text).ok()
+}
+
+/// Returns the vocabulary's size.
+fn vocabulary_size(config: &Value) -> Option<u32> {
     // The config of a multimodal model has these values in the object `text_config`.
     let size = config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
     size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())

@@ -63,6 +63,7 @@ impl Owner {
     fn handle_engine_up(&mut self, info: Box<EngineInfo>) {
         if self.engine.is_new_process(&info) {
             self.handle_engine_gone();
+            self.shims.begin_process();
             // Gives the table the capacity of the new process.
             self.set_engine_capacity(&info);
             self.engine_calls.take_over(&mut self.table, &info.facts.instance);
@@ -71,10 +72,10 @@ impl Owner {
             for MissingFlag { flag, without } in &info.missing_flags {
                 warn!(flag, without, "the engine lacks a flag");
             }
-            self.shims.check.begin(now());
             // A watcher that learns of the new ranks must find them in the newest report.
             self.publish_report(now());
-            self.reporter.publish_description(&info, self.shims.abilities(&self.trimmer));
+            let abilities = self.shims.abilities(&self.trimmer);
+            self.reporter.publish_description(&info, self.offer(&info), abilities);
         }
         let had_adapters = self.engine.info().map(|known| known.facts.adapters.clone());
         let has_changed = had_adapters.is_some_and(|adapters| adapters != info.facts.adapters);
@@ -82,6 +83,7 @@ impl Owner {
         if has_changed {
             self.publish_description();
         }
+        self.refresh_retentions();
     }
 
     fn handle_engine_sample(&mut self, mut sample: LoadSample) {
@@ -113,7 +115,7 @@ impl Owner {
 
     /// Gives the table the capacity of an engine process whose predecessor has ended.
     fn set_engine_capacity(&mut self, info: &EngineInfo) {
-        let capacity = self.reporter.ledger.set_engine(info);
+        let capacity = self.reporter.ledger.set_engine(info, self.offer(info).offered);
         self.metrics.set_pin_budgets(capacity.ranks.iter().map(|rank| rank.pin_tokens_max));
         self.table.handle_engine_lost(now(), capacity);
     }

@@ -201,39 +201,11 @@ impl EngineState {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::EngineFacts;
-
     use super::*;
     use crate::engine::RankSample;
 
     fn info(instance: &str) -> Box<EngineInfo> {
-        let facts = EngineFacts {
-            version: "1".into(),
-            models: vec!["m".into()],
-            page_tokens: 1,
-            context_tokens: 1024,
-            vocabulary: None,
-            streaming_sessions: true,
-            radix_sessions: true,
-            instance: instance.into(),
-            disaggregation: "null".into(),
-            shortens_prompts: false,
-            transfer: None,
-            adapters: None,
-        };
-        Box::new(EngineInfo {
-            facts,
-            rows: vec![4],
-            pool_tokens: 1024,
-            device: "cpu".into(),
-            pool_bytes: vec![None],
-            step_tokens_max: None,
-            model_files: None,
-            has_lora: false,
-            can_switch_role: false,
-            priority_order: None,
-            missing_flags: vec![],
-        })
+        Box::new(EngineInfo::example(instance))
     }
 
     fn state() -> EngineState {

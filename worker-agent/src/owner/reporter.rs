@@ -29,7 +29,7 @@ use super::{
 use crate::{
     audit::Audits,
     config::announce::Advertised,
-    engine::{EngineInfo, answer_signs::AnswerSigns},
+    engine::{EngineInfo, answer_signs::AnswerSigns, retentions::Offer},
     gpu::Gpus,
     ledger::{self, AgentHealth, Ledger},
     metrics::Metrics,
@@ -204,8 +204,9 @@ impl Reporter {
         })
     }
 
-    /// Publishes the description of the agent, of the engine `info` and of its shims.
-    pub(super) fn publish_description(&self, info: &EngineInfo, shim: ShimAbilities) {
+    /// Publishes the description of the agent, of the engine `info` with what it offers, and of its
+    /// shims.
+    pub(super) fn publish_description(&self, info: &EngineInfo, offer: Offer, shim: ShimAbilities) {
         let description = Description {
             agent_id: self.setup.agent_id.clone(),
             epoch: self.setup.epoch,
@@ -215,7 +216,8 @@ impl Reporter {
             data_tls: self.setup.data_tls,
             engine: info.facts.clone(),
             ranks: self.ledger.describe_ranks(now(), &self.gpus.snapshot()),
-            retentions: info.retentions(),
+            retentions: offer.offered,
+            retentions_off: offer.refused,
             turns_queued_per_session_max: self.turns_queued_per_session_max,
             model_files: info.model_files,
             trim_sglang_versions: shim.trim_sglang_version.into_iter().collect(),

@@ -21,7 +21,7 @@ use service::{clock::now, tasks::Tasks};
 use tracing::{debug, info, warn};
 
 use self::check::ShimCheck;
-use super::{reporter::ShimAbilities, trim::TrimmerLink};
+use super::{reporter::ShimAbilities, retentions::ShimWords, trim::TrimmerLink};
 use crate::{
     gpu::{Gpus, process::Scheduler},
     session::{SessionReport, Table, TablePart},
@@ -45,6 +45,8 @@ pub(super) struct Shims {
     connected: HashMap<u32, bool>,
     /// By rank: the functions that are off on its connected shim.
     functions_off: BTreeMap<u32, Vec<FunctionOff>>,
+    /// What the shims have said of the engine's safety.
+    pub(super) words: ShimWords,
     /// Says if the shims of a new engine process don't come.
     pub(super) check: ShimCheck,
 }
@@ -52,7 +54,8 @@ pub(super) struct Shims {
 impl Shims {
     pub(super) fn new(handle: ShimHandle, gpus: Gpus, tasks: Tasks) -> Self {
         let (connected, functions_off) = (HashMap::new(), BTreeMap::new());
-        Self { handle, gpus, tasks, connected, functions_off, check: ShimCheck::default() }
+        let (words, check) = (ShimWords::default(), ShimCheck::default());
+        Self { handle, gpus, tasks, connected, functions_off, words, check }
     }
 
     /// Handles the greeting of a shim that has connected. Returns whether the shim works.
@@ -65,6 +68,7 @@ impl Shims {
             device: hello.device.clone(),
         });
         self.functions_off.insert(*dp_rank, functions_off(hello));
+        self.words.hear(hello);
         // An inert shim does nothing after its greeting, for example because the engine lacks what
         // its reports need.
         if let Some(reason) = &hello.inert_reason {
@@ -84,6 +88,14 @@ impl Shims {
     pub(super) fn remove(&mut self, dp_rank: u32) {
         self.connected.remove(&dp_rank);
         self.functions_off.remove(&dp_rank);
+        self.words.disconnect(dp_rank);
+    }
+
+    /// Begins with a new engine process. Its shims may be connected already.
+    pub(super) fn begin_process(&mut self) {
+        let Self { functions_off, words, check, .. } = self;
+        words.begin_process(|dp_rank| functions_off.contains_key(&dp_rank));
+        check.begin(now());
     }
 
     /// Returns what the connected shims, with their trimmer, can do. A function that is off for the
@@ -98,9 +110,12 @@ impl Shims {
         ShimAbilities { trim_sglang_version, functions_off }
     }
 
-    /// Says, once it is time, if the shims of some of the engine's ranks haven't come.
-    pub(super) fn run_check(&mut self, now: Instant, ranks: usize) {
+    /// Says, once it is time, if the shims of some of the engine's ranks haven't come. Returns
+    /// whether it was time.
+    pub(super) fn run_check(&mut self, now: Instant, ranks: usize) -> bool {
+        let was_waiting = self.check.next_deadline().is_some();
         self.check.run_deadline(now, self.connected.len(), ranks);
+        was_waiting && self.check.next_deadline().is_none()
     }
 
     /// Returns the number of ranks whose shim is connected.
@@ -174,6 +189,7 @@ fn functions_off(hello: &Hello) -> Vec<FunctionOff> {
         ("demotion", &hello.undemotable_reason),
         ("audit", &hello.unauditable_reason),
         ("republishing", &hello.unpublishable_reason),
+        ("guarding", &hello.pin_safety.unguarded_reason),
     ]
     .into_iter()
     .filter_map(|(function, reason)| Some(function_off(function, reason.as_deref()?)))

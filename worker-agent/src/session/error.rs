@@ -48,18 +48,18 @@ pub enum Error {
          stays pinned, so close it to free its KV"
     )]
     DemotionRefused,
-    /// The engine's flags don't allow the requested retention.
+    /// The engine can't keep sessions safely in the requested way.
     #[error(
-        "this engine doesn't offer {} sessions; it offers {offered}; start it with {}, or ask for \
-         one of these",
-        .wanted.as_str(),
-        .wanted.engine_flag().unwrap_or("other flags")
+        "this worker doesn't offer {} sessions: {reason}; ask for one of these: {offered}",
+        .wanted.as_str()
     )]
     RetentionUnavailable {
         /// The requested retention.
         wanted: Retention,
         /// Names of the retentions that the engine offers.
         offered: String,
+        /// Why the engine doesn't offer the requested one.
+        reason: String,
     },
     /// The session is already open with another retention than requested.
     #[error(

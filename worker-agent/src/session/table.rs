@@ -74,7 +74,7 @@ mod weights;
 
 use std::time::Instant;
 
-use proto::id::SessionKey;
+use proto::{id::SessionKey, load::RetentionOff};
 
 use self::{
     closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions,
@@ -105,6 +105,8 @@ pub use self::{
 pub struct Table {
     settings: TableSettings,
     engine: EngineCapacity,
+    /// Why the engine doesn't offer the other retentions.
+    retentions_off: Vec<RetentionOff>,
     sessions: Sessions,
     tickets: Tickets,
     closes: Closes,
@@ -148,6 +150,7 @@ impl Table {
     #[must_use]
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
         let mut table = Self {
+            retentions_off: vec![],
             sessions: Sessions::new(&settings),
             shim_requests: ShimRequests::new(settings.shim_requests_max()),
             settings,

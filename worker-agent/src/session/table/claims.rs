@@ -332,7 +332,9 @@ impl Table {
             return Ok(wanted);
         }
         let offered_names: Vec<&str> = offered.iter().map(|retention| retention.as_str()).collect();
-        Err(Error::RetentionUnavailable { wanted, offered: offered_names.join(", ") })
+        let off = self.retentions_off.iter().find(|off| off.retention == wanted);
+        let reason = off.map_or_else(String::new, |off| off.reason.clone());
+        Err(Error::RetentionUnavailable { wanted, offered: offered_names.join(", "), reason })
     }
 
     /// Returns the requested rank. If none was requested, returns the least loaded rank. Load is

@@ -10,7 +10,10 @@
 
 use std::time::{Duration, Instant};
 
-use proto::id::SessionKey;
+use proto::{
+    id::SessionKey,
+    load::{Retention, RetentionOff},
+};
 
 use super::{
     CloseResult, Doubt, EngineCapacity, Error, GoneReason, Guard, Row, Session, SessionEvent,
@@ -77,6 +80,20 @@ impl Table {
         }
         self.process_queue(now);
         self.debug_check();
+    }
+
+    /// Sets the retentions that the engine offers from now on, and why it doesn't offer the others.
+    /// Sessions keep what they have. Returns whether anything has changed.
+    pub fn set_retentions(
+        &mut self,
+        offered: Vec<Retention>,
+        retentions_off: Vec<RetentionOff>,
+    ) -> bool {
+        let has_changed =
+            self.engine.retentions != offered || self.retentions_off != retentions_off;
+        self.engine.retentions = offered;
+        self.retentions_off = retentions_off;
+        has_changed
     }
 
     /// Marks that the shim of `dp_rank` is connected. `can_demote`: whether the shim can give a

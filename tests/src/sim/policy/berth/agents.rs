@@ -115,6 +115,7 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
         model_files: None,
         trim_sglang_versions: vec![],
         shim_functions_off: vec![],
+        retentions_off: vec![],
     }
 }
 

@@ -1,5 +1,7 @@
 //! What the engine does: opens and closes under way, foreign and inherited sessions, restarts.
 
+use proto::load::RetentionOff;
+
 use super::*;
 
 #[test]
@@ -178,10 +180,24 @@ fn the_shim_names_sessions_of_others() {
 fn an_engine_without_the_mode_says_what_it_offers() {
     let retentions = vec![Retention::None];
     let mut rig = Rig::with(settings(), EngineCapacity { retentions, ..engine(1) });
-    let refused = rig.open("s", Some(Retention::Pinned)).unwrap_err();
-    assert!(refused.to_string().contains("offers none"), "{refused}");
+    let reason = "the engine lacks a flag".to_owned();
+    let off = RetentionOff { retention: Retention::Pinned, reason };
+    assert!(rig.table.set_retentions(vec![Retention::None], vec![off.clone()]));
+    assert!(!rig.table.set_retentions(vec![Retention::None], vec![off]), "nothing has changed");
+    let refused = rig.open("s", Some(Retention::Pinned)).unwrap_err().to_string();
+    assert!(refused.contains("lacks a flag; ask for one of these: none"), "{refused}");
     let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
     assert_eq!(turn.turn.session.unwrap().retention, Retention::None, "auto falls back");
+}
+
+#[test]
+fn a_pinned_session_goes_on_when_pins_are_offered_no_more() {
+    let mut rig = Rig::new();
+    rig.pin("old");
+    rig.table.set_retentions(vec![Retention::None], vec![]);
+    assert!(rig.open("new", Some(Retention::Pinned)).is_err());
+    let turn = rig.turn(&delta("old")).inside();
+    assert_eq!(turn.turn.session.unwrap().retention, Retention::Pinned);
 }
 
 #[test]

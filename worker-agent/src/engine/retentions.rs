@@ -1,0 +1,328 @@
+//! Lists how an engine can't keep the KV of sessions, and why. Pure.
+//!
+//! A retention is a way to keep a session's KV between turns. Under some of the engine's flags a
+//! retention is impossible, and under others it is *unsafe*: a turn ends the engine, or sessions
+//! hold what nobody counts. [`RULES`] has one rule for each such combination of SGLang's version,
+//! its flags and a retention. A retention to which no rule applies is offered.
+//!
+//! `info` reads the flags from `/server_info`, `model_files` looks at the model where the flags say
+//! too little, and the shim, Berth's part inside the engine, adds what only it knows. The owner task
+//! asks for the [`Offer`] again whenever one of these changes.
+
+use proto::load::{EngineRole, KvTransfer, Retention, RetentionOff};
+use serde_json::Value;
+
+use super::EngineInfo;
+
+/// The flags and facts on which rules depend, beside those that routers learn anyway.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CacheFlags {
+    /// Whether the radix cache is off, so that no KV outlives its request.
+    pub is_radix_cache_off: bool,
+    /// Whether the hierarchical cache has a storage back end.
+    pub storage: Storage,
+    /// What the engine keeps in a pool of its own beside the KV of all tokens.
+    pub second_pool: Option<SecondPool>,
+}
+
+/// Whether an engine's hierarchical cache has a storage back end, to which it writes KV.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Storage {
+    /// It has none.
+    #[default]
+    Absent,
+    /// It has one.
+    Present,
+    /// It has none, but an administrator may attach a back end while the engine runs, and
+    /// `/server_info` is not read again then.
+    Attachable,
+}
+
+/// What an engine keeps in a pool beside that of the KV of all tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SecondPool {
+    /// The KV of layers that see only the last tokens.
+    SlidingWindow,
+    /// The states of recurrent layers, such as Mamba's.
+    Recurrent,
+}
+
+/// What the shims of an engine process have said. A shim stays in the engine's process for good, so
+/// what it has said once still holds while its connection is down.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ShimWord {
+    /// Why turns of pinned sessions may reach the engine's storage; `None` if the shims of all
+    /// ranks keep them from it.
+    pub unguarded_reason: Option<String>,
+    /// What the engine has in a second pool. The outer `None`: no shim has said.
+    pub second_pool: Option<Option<String>>,
+}
+
+/// The retentions of an engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offer {
+    /// Those that are offered, the best way first. The last one is [`Retention::None`].
+    pub offered: Vec<Retention>,
+    /// The others, and why each is not offered.
+    pub refused: Vec<RetentionOff>,
+}
+
+/// The `model_type` in the config of models with recurrent layers, as SGLang names them in
+/// `configs/hybrid_arch.py`. Of some of them `/server_info` says nothing: `uses_mamba_radix_cache` is
+/// false without a radix cache, and for models whose states the radix cache doesn't keep.
+const RECURRENT_MODEL_TYPES: [&str; 25] = [
+    "bailing_hybrid",
+    "bailing_moe_v3_vl",
+    "falcon_h1",
+    "falcon_mamba",
+    "glm5_next",
+    "inkling_model",
+    "intern_s2_preview",
+    "jet_nemotron",
+    "jet_vlm",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm2_vl",
+    "mamba",
+    "mamba2",
+    "minicpm_sala",
+    "nemotron_h",
+    "nemotron_h_puzzle",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "qwen4_exp",
+    "zaya",
+];
+/// The kinds of recurrent layers in the list `layer_types` of a model's config.
+const RECURRENT_LAYERS: [&str; 4] = ["mamba", "linear_attention", "recurrent", "conv"];
+
+/// A combination under which a retention is not offered.
+struct Rule {
+    retention: Retention,
+    /// The first version of SGLang in which the combination is safe, if there is one.
+    mended_in: Option<[u32; 3]>,
+    /// Returns the reason for an operator if the combination is there.
+    reason: fn(&EngineInfo, &ShimWord) -> Option<String>,
+}
+
+/// The combinations. Of several that apply to a retention, the first gives the reason. The comments
+/// name the place in the source of SGLang 0.5.23, below `srt`, on which a rule rests.
+///
+/// SGLang itself refuses to start with streaming sessions and LMCache
+/// (`arg_groups/kv_cache_hook.py:462`), sharded KV (`arg_groups/kv_shard_hook.py:151`), or another
+/// tree than its own (`mem_cache/registry.py:275`). These combinations need no rule.
+const RULES: &[Rule] = &[
+    // The engine refuses to open such a session (`managers/tokenizer_control_mixin.py:1038`).
+    Rule {
+        retention: Retention::Pinned,
+        mended_in: None,
+        reason: |info, _| {
+            let lacks_flag = !info.facts.streaming_sessions;
+            lacks_flag.then(|| missing(Retention::Pinned))
+        },
+    },
+    // The prefill engine's copy of a history lacks the answers (`disaggregation/prefill.py:1222`),
+    // and the decode engine's second turn fails an assertion (`session/streaming_session.py:214`).
+    Rule {
+        retention: Retention::Pinned,
+        mended_in: None,
+        reason: |info, _| {
+            let is_half = info.facts.role() != EngineRole::Aggregated;
+            is_half.then(|| {
+                let mode = &info.facts.disaggregation;
+                format!("with --disaggregation-mode {mode}, neither engine has a whole history")
+            })
+        },
+    },
+    // A session's second turn, which has no node of the tree, ends the engine: before it queues the
+    // turn, `_prefetch_kvcache` asks for the node's copy (`managers/scheduler.py:3365`). The lines
+    // are the same in 0.5.20 to 0.5.23. The conformance suite shows that the fault is still there.
+    Rule {
+        retention: Retention::Pinned,
+        mended_in: None,
+        reason: |info, shim| {
+            let why = match info.cache.storage {
+                Storage::Absent => return None,
+                Storage::Present => "has a --hicache-storage-backend",
+                Storage::Attachable => {
+                    "has --enable-hierarchical-cache and --admin-api-key, so that a storage back \
+                     end may be attached while it runs"
+                }
+            };
+            let unguarded = shim.unguarded_reason.as_ref()?;
+            Some(format!(
+                "the engine {why}: with one, a pinned session's second turn ends this SGLang. \
+                 Berth's shim prevents that, but {unguarded}"
+            ))
+        },
+    },
+    // A session's slot holds a part of each pool (`session/streaming_session.py:249`,
+    // `managers/scheduler_components/pool_stats_observer.py:203`). The pin budget, demotion and all
+    // figures of Berth count the tokens of one pool. The second one is smaller: idle sessions that
+    // are within every limit of the first could hold all of it.
+    Rule {
+        retention: Retention::Pinned,
+        mended_in: None,
+        reason: |info, shim| {
+            let kept = match &shim.second_pool {
+                Some(said) => said.clone()?,
+                None => info.cache.second_pool?.as_str().to_owned(),
+            };
+            Some(format!(
+                "the model has a second pool, for {kept}, and Berth can't count what pinned \
+                 sessions hold of it"
+            ))
+        },
+    },
+    // A tag needs the part of the tree that this flag makes
+    // (`mem_cache/unified_cache/session_ref_tracker.py:59`).
+    Rule {
+        retention: Retention::Tagged,
+        mended_in: None,
+        reason: |info, _| {
+            let lacks_flag = !info.facts.radix_sessions;
+            lacks_flag.then(|| missing(Retention::Tagged))
+        },
+    },
+    // Sessions are on decode engines, and their prompts change the prefill engine.
+    Rule {
+        retention: Retention::Tagged,
+        mended_in: None,
+        reason: |info, _| {
+            let is_prefill = info.facts.role() == EngineRole::Prefill;
+            is_prefill.then(|| "a prefill engine keeps no sessions".to_owned())
+        },
+    },
+    // Without a radix cache nothing is left that a tag could keep
+    // (`mem_cache/unified_radix_cache.py:624`).
+    Rule {
+        retention: Retention::Tagged,
+        mended_in: None,
+        reason: |info, _| {
+            let has_cache = |transfer: &KvTransfer| transfer.decode_cache;
+            let flag = match info.facts.role() {
+                EngineRole::Decode if !info.facts.transfer.as_ref().is_some_and(has_cache) => {
+                    "without --disaggregation-decode-enable-radix-cache"
+                }
+                _ if info.cache.is_radix_cache_off => "with --disable-radix-cache",
+                _ => return None,
+            };
+            Some(format!("the engine runs {flag}, so it has no radix cache"))
+        },
+    },
+];
+
+impl ShimWord {
+    /// Returns what is known of an engine whose shims have said nothing yet.
+    #[must_use]
+    pub fn none_yet() -> Self {
+        Self { unguarded_reason: Some("no shim has connected".to_owned()), second_pool: None }
+    }
+}
+
+impl SecondPool {
+    /// Returns the name of what the pool keeps, for an operator.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::SlidingWindow => "the KV of sliding-window layers",
+            Self::Recurrent => "the state of recurrent layers",
+        }
+    }
+}
+
+/// Returns how the engine can keep the KV of sessions between turns.
+#[must_use]
+pub fn offer(info: &EngineInfo, shim: &ShimWord) -> Offer {
+    let mut offer = Offer { offered: vec![], refused: vec![] };
+    for retention in [Retention::Pinned, Retention::Tagged, Retention::None] {
+        match find_reason(RULES, retention, info, shim) {
+            Some(reason) => offer.refused.push(RetentionOff { retention, reason }),
+            None => offer.offered.push(retention),
+        }
+    }
+    offer
+}
+
+/// Returns what a model's config says of a second pool. It says nothing of sliding windows, because
+/// the engine itself does.
+#[must_use]
+pub fn second_pool_of(config: &Value) -> Option<SecondPool> {
+    // The config of a multimodal model has that of its language model inside.
+    let configs = ["text_config", "llm_config"].into_iter().filter_map(|key| config.get(key));
+    let is_recurrent = |config: &Value| {
+        let model_type = config.get("model_type").and_then(Value::as_str);
+        let layers = config.get("layer_types").and_then(Value::as_array).into_iter().flatten();
+        model_type.is_some_and(|it| RECURRENT_MODEL_TYPES.contains(&it))
+            || layers.filter_map(Value::as_str).any(|layer| RECURRENT_LAYERS.contains(&layer))
+    };
+    configs.chain([config]).any(is_recurrent).then_some(SecondPool::Recurrent)
+}
+
+fn find_reason(
+    rules: &[Rule],
+    retention: Retention,
+    info: &EngineInfo,
+    shim: &ShimWord,
+) -> Option<String> {
+    // A version that can't be read may be any.
+    let is_mended = |rule: &Rule| {
+        rule.mended_in.is_some_and(|first| read_version(&info.facts.version) >= Some(first))
+    };
+    let rules = rules.iter().filter(|rule| rule.retention == retention && !is_mended(rule));
+    rules.filter_map(|rule| (rule.reason)(info, shim)).next()
+}
+
+/// Reads the three numbers of a version, such as `0.5.23` or `0.6.0.post1`. A release candidate
+/// counts as an older version.
+fn read_version(version: &str) -> Option<[u32; 3]> {
+    let mut parts = version.split('.');
+    let mut part = || parts.next()?.parse::<u32>().ok();
+    Some([part()?, part()?, part()?])
+}
+
+fn missing(retention: Retention) -> String {
+    format!("the engine runs without {}", retention.engine_flag().unwrap_or_default())
+}
+
+#[cfg(test)]
+impl EngineInfo {
+    /// Returns the description of an engine with all flags that Berth profits from.
+    pub(crate) fn example(instance: &str) -> Self {
+        let facts = proto::load::EngineFacts {
+            version: "0.5.23".into(),
+            models: vec!["m".into()],
+            page_tokens: 16,
+            context_tokens: 1024,
+            vocabulary: None,
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: instance.into(),
+            disaggregation: "null".into(),
+            shortens_prompts: false,
+            transfer: None,
+            adapters: None,
+        };
+        Self {
+            facts,
+            cache: CacheFlags::default(),
+            rows: vec![8],
+            pool_tokens: 1024,
+            device: "cpu".into(),
+            pool_bytes: vec![None],
+            step_tokens_max: None,
+            model_files: None,
+            has_lora: false,
+            can_switch_role: false,
+            priority_order: None,
+            missing_flags: vec![],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
