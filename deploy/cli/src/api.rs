@@ -3,6 +3,7 @@
 //! Members that a router leaves out are unknown, and unknown members are ignored: the versions of
 //! router and `berth` may differ a little. The router's document `/openapi.json` describes all.
 
+use proto::load::RetentionOff;
 use serde::Deserialize;
 
 /// The answer of `GET /v1/workers`.
@@ -46,6 +47,8 @@ pub struct Worker {
     pub engine: Engine,
     /// The retentions that the engine offers, best first.
     pub retentions: Vec<String>,
+    /// The other retentions, and why each is not offered.
+    pub retentions_off: Vec<RetentionOff>,
     /// The fixed sizes of the rank.
     pub rank: Option<Rank>,
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use proto::load::FunctionOff;
+use proto::load::{FunctionOff, Retention, RetentionOff};
 use serde_json::json;
 
 use super::{
@@ -110,6 +110,11 @@ fn worker_of(facts: &mut Facts) -> &mut Worker {
     &mut facts.routers[0].fleet.as_mut().unwrap().workers[0]
 }
 
+fn refuse_pins(facts: &mut Facts, reason: &str) {
+    let off = RetentionOff { retention: Retention::Pinned, reason: reason.into() };
+    worker_of(facts).retentions_off = vec![off];
+}
+
 fn device_of(facts: &mut Facts) -> &mut Device {
     &mut worker_of(facts).load.as_mut().unwrap().devices[0]
 }
@@ -156,6 +161,14 @@ const PLANTS: &[(&str, Plant)] = &[
     ("engine-unreadable", |f| f.agents[1].engine = Some(Err("status 401".into()))),
     ("engine-streaming-off", |f| worker_of(f).retentions = vec!["tagged".into(), "none".into()]),
     ("engine-radix-off", |f| worker_of(f).retentions = vec!["pinned".into(), "none".into()]),
+    ("engine-streaming-off", |f| {
+        worker_of(f).retentions = vec!["tagged".into(), "none".into()];
+        refuse_pins(f, "the engine runs without --enable-streaming-session");
+    }),
+    ("engine-retention-unsafe", |f| {
+        worker_of(f).retentions = vec!["tagged".into(), "none".into()];
+        refuse_pins(f, "the engine has a --hicache-storage-backend, and no shim has connected");
+    }),
     ("engine-cache-report-off", |f| {
         f.agents[0].engine = Some(Ok(json!({ "enable_cache_report": false })));
     }),

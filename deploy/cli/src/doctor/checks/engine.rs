@@ -1,6 +1,6 @@
 //! Checks of the engines: flags, shim, KV events, and whether the pool fits what is promised. Pure.
 
-use proto::load::FunctionOff;
+use proto::load::{FunctionOff, RetentionOff};
 use serde_json::Value;
 
 use super::super::{
@@ -31,6 +31,13 @@ pub const CHECKS: &[Check] = &[
         severity: Severity::Warning,
         why: flags::SESSION_RADIX_CACHE.why,
         find: |facts| find_retention(facts, "tagged", flags::SESSION_RADIX_CACHE),
+    },
+    Check {
+        id: "engine-retention-unsafe",
+        severity: Severity::Warning,
+        why: "the engine's flag for these sessions is set, but another flag or the model rules them \
+              out",
+        find: find_unsafe_retentions,
     },
     Check {
         id: "engine-cache-report-off",
@@ -98,20 +105,48 @@ fn find_unreadable(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
+/// Whether an engine runs whole turns. Half of a pair can pin nothing, whatever its flags are.
+fn is_whole(worker: &Worker) -> bool {
+    ["", "null"].contains(&worker.engine.disaggregation.as_str())
+}
+
+/// Whether a reason says that a flag of the engine is not set.
+fn names_missing_flag(off: &RetentionOff) -> bool {
+    off.retention.engine_flag().is_some_and(|flag| off.reason.contains(&format!("without {flag}")))
+}
+
 fn find_retention(facts: &Facts, retention: &str, flag: EngineFlag) -> Vec<Place> {
     let flag = flag.name;
     let lacks = |worker: &&Worker| {
-        // Half of a pair can pin nothing, whatever its flags are.
-        let is_whole = ["", "null"].contains(&worker.engine.disaggregation.as_str());
-        is_whole
+        // An agent of an older version says no reason.
+        let has_reason =
+            |off: &RetentionOff| off.retention.as_str() == retention && !names_missing_flag(off);
+        is_whole(worker)
             && !worker.retentions.is_empty()
             && !worker.retentions.iter().any(|it| it == retention)
+            && !worker.retentions_off.iter().any(has_reason)
     };
     let found = facts.engines().filter(lacks);
     found
         .map(|worker| {
             let fix = format!("start the engine with {flag}");
             Place::new(&worker.worker, format!("the engine runs without {flag}"), fix)
+        })
+        .collect()
+}
+
+fn find_unsafe_retentions(facts: &Facts) -> Vec<Place> {
+    let workers = facts.engines().filter(|worker| is_whole(worker));
+    let unsafe_ones = workers.flat_map(|worker| {
+        let off = worker.retentions_off.iter().filter(|off| !names_missing_flag(off));
+        off.map(move |off| (worker, off))
+    });
+    unsafe_ones
+        .map(|(worker, off)| {
+            let what = format!("no session can be {}: {}", off.retention.as_str(), off.reason);
+            let is_shims = off.reason.contains("shim");
+            let fix = if is_shims { flags::SHIM_FIX } else { "start the engine with other flags" };
+            Place::new(&worker.worker, what, fix)
         })
         .collect()
 }
