@@ -515,6 +515,45 @@ async fn the_workers_say_which_functions_of_their_shim_are_off() {
     shown(json!([])).await;
 }
 
+#[tokio::test]
+async fn an_engine_that_pins_would_end_offers_them_only_under_its_shim_s_guard() {
+    let storage = Some("file".to_owned());
+    let config = Config { hicache_storage_backend: storage, ..Config::default() };
+    let engine = Arc::new(EngineSim::start_local(config).await.unwrap());
+    let agent = Agent::start(agent_config(&engine.url(), "w")).unwrap();
+    let router = Router::start(router_config(&[&agent])).await.unwrap();
+    let web = Web::default();
+    let shown = async |retentions: Value, reason: &str| {
+        eventually("the retentions", async || {
+            let answer = web.get(&router.url("/v1/workers")).await.unwrap();
+            let worker = answer.json()["workers"][0].clone();
+            let off = worker["retentions_off"].to_string();
+            (worker["retentions"] == retentions && off.contains(reason)).then_some(())
+        })
+        .await;
+    };
+    let open = async |id: &str| {
+        let body = json!({"session_id": id, "retention": "pinned"});
+        web.post(&router.url("/v1/sessions"), &[], &body).await.unwrap()
+    };
+    shown(json!(["tagged", "none"]), "no shim has connected").await;
+    let refused = open("early").await;
+    assert_eq!(refused.refusal(), (409, "retention_unavailable".to_owned()));
+    assert!(refused.text().contains("--hicache-storage-backend"), "{}", refused.text());
+    let shim = SimShim::start(Arc::clone(&engine), agent.shim_socket.clone());
+    shown(json!(["pinned", "tagged", "none"]), "[]").await;
+    assert_eq!(open("guarded").await.status, StatusCode::CREATED);
+    drop(shim);
+    eventually("the shim's end", async || {
+        let answer = web.get(&router.url("/v1/workers")).await.unwrap();
+        let used = &answer.json()["workers"][0]["load"]["pool_used_tokens"]["source"];
+        (used != "shim").then_some(())
+    })
+    .await;
+    // The hook stays in the engine, whose process is the same.
+    assert_eq!(open("later").await.status, StatusCode::CREATED);
+}
+
 /// Replays real conversations, if a trace is available.
 #[tokio::test]
 async fn real_conversations_replay_without_an_error() {

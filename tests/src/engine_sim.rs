@@ -62,6 +62,9 @@ pub struct Config {
     /// Says that requests are taken by their priority; the simulator takes them in order.
     #[arg(long)]
     pub enable_priority_scheduling: bool,
+    /// Says that the hierarchical cache has this storage back end; the simulator stores nothing.
+    #[arg(long)]
+    pub hicache_storage_backend: Option<String>,
     /// Lists the LoRA adapters that [`EngineSim::set_adapters`] has set; answers ignore them.
     #[arg(long)]
     pub enable_lora: bool,

@@ -142,6 +142,9 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "enable_session_radix_cache": core.session_radix_cache,
         "enable_metrics": app.config.enable_metrics,
         "enable_cache_report": app.config.enable_cache_report,
+        "enable_hierarchical_cache": app.config.hicache_storage_backend.is_some(),
+        "hicache_storage_backend": app.config.hicache_storage_backend,
+        "uses_mamba_radix_cache": false,
         "enable_priority_scheduling": app.config.enable_priority_scheduling,
         "schedule_low_priority_values_first": false,
         "enable_lora": app.config.enable_lora,
@@ -164,7 +167,7 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "last_gen_throughput": 0.0,
         "memory_usage": {
             "weight": 0.0, "kvcache": pool_gib(core.total_tokens()), "startup_available": 0.0,
-            "token_capacity": core.total_tokens(), "graph": {},
+            "token_capacity": core.total_tokens(), "token_capacity_swa": null, "graph": {},
         },
     });
     let mut body = args.clone();
