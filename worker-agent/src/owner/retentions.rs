@@ -66,7 +66,7 @@ impl ShimWords {
         let has_said = |rank: usize| self.said.keys().any(|&known| known as usize == rank);
         let absent = (0..ranks).find(|&rank| !has_said(rank));
         let unguarded_reason = match (off, absent) {
-            (Some(reason), _) => Some(format!("its function `guarding` is off: {reason}")),
+            (Some(reason), _) => Some(format!("its function `guarding` is off: {reason:.512}")),
             (None, Some(_)) if self.said.is_empty() => ShimWord::none_yet().unguarded_reason,
             (None, Some(rank)) => Some(format!("the shim of rank {rank} has not connected")),
             (None, None) => None,
@@ -75,7 +75,7 @@ impl ShimWords {
         let pools = safeties().filter_map(|safety| safety.second_pool.as_deref());
         let second_pool = pools
             .max_by_key(|kept| kept.len())
-            .map(|kept| Some(kept.to_owned()).filter(|kept| !kept.is_empty()));
+            .map(|kept| Some(format!("{kept:.512}")).filter(|kept| !kept.is_empty()));
         ShimWord { unguarded_reason, second_pool }
     }
 }
@@ -102,8 +102,8 @@ impl Owner {
 
     /// Says once it is time if shims are missing, and what the engine doesn't offer.
     pub(super) fn run_shim_check(&mut self, now: Instant) {
-        let Some(info) = self.engine.info() else { return };
-        if self.shims.run_check(now, info.rows.len()) {
+        let ranks = self.engine.info().map_or(0, |info| info.rows.len());
+        if self.shims.run_check(now, ranks) {
             self.log_retentions();
         }
     }

@@ -137,7 +137,9 @@ impl Table {
     /// Prepares a session, of which the engine holds nothing any more, for a full history.
     pub(super) fn start_over(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
-        if session.has_auto_retention() || !session.is_pinned() {
+        // An engine that has restarted may offer less than the one before.
+        let offers_pins = self.engine.retentions.contains(&Retention::Pinned);
+        if session.has_auto_retention() || !session.is_pinned() || !offers_pins {
             return self.unpin_without_close(now, key);
         }
         self.sessions.reincarnate(key);

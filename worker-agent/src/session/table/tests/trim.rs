@@ -355,6 +355,21 @@ fn an_explicitly_pinned_session_takes_full_histories_and_starts_over_when_its_ow
 }
 
 #[test]
+fn a_pinned_session_starts_over_without_its_pin_where_the_restarted_engine_offers_none() {
+    let mut rig = trimming();
+    rig.pin("s");
+    let first = full_history(&mut rig, &Claim { open: true, ..auto("s") }, 300).inside();
+    rig.runs(&first, 0, 90);
+    let retentions = vec![Retention::Tagged, Retention::None];
+    rig.engine_restarts(EngineCapacity { retentions, ..engine(1) });
+    let again = full_history(&mut rig, &auto("s"), 330).inside();
+    assert_eq!(
+        (again.turn.run_mode, rig.retention("s")),
+        (Some(RunMode::Tagged), Retention::Tagged)
+    );
+}
+
+#[test]
 fn a_question_is_answered_however_the_session_ends_meanwhile() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
