@@ -1,8 +1,8 @@
 """Pinned sessions on an engine whose hierarchical cache has a storage back end.
 
 There, a pinned session's second turn ends SGLang itself. Berth's shim keeps such turns from the
-storage; without it the agent offers no pins. A plugin (`hicache_on_cpu/`) lets an engine on a CPU run
-the hierarchical cache.
+storage; without it the agent offers no pins. A plugin (`hicache_on_cpu/`) lets an engine on a CPU
+run the hierarchical cache.
 
 If the last test fails because the engine lives, SGLang has mended the fault: then the rule in
 `worker-agent/src/engine/retentions.rs` gets that version.
@@ -56,7 +56,7 @@ def storage_env(folder: Path, env: dict | None = None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def stored(pytestconfig: pytest.Config, folder: Path) -> Iterator[Fleet]:
-    """A fleet whose engine has a storage back end, and the shim; the agent doesn't listen for it."""
+    """A fleet whose engine has a storage back end and the shim. The agent doesn't listen for it."""
     place = folder / "stored"
     place.mkdir()
     fleet = Fleet(place, binaries(), pytestconfig.option.page_size, worker="stored")

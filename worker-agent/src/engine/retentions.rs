@@ -5,9 +5,9 @@
 //! hold what nobody counts. [`RULES`] has one rule for each such combination of SGLang's version,
 //! its flags and a retention. A retention to which no rule applies is offered.
 //!
-//! `info` reads the flags from `/server_info`, `model_files` looks at the model where the flags say
-//! too little, and the shim, Berth's part inside the engine, adds what only it knows. The owner task
-//! asks for the [`Offer`] again whenever one of these changes.
+//! `info` reads the flags from `/server_info`, [`second_pool_of`] looks at the model's config where
+//! the flags say too little, and the shim, Berth's part inside the engine, adds what only it knows.
+//! The owner task asks for the [`Offer`] again whenever one of these changes.
 
 use proto::load::{EngineRole, KvTransfer, Retention, RetentionOff};
 use serde_json::Value;
@@ -68,8 +68,8 @@ pub struct Offer {
 }
 
 /// The `model_type` in the config of models with recurrent layers, as SGLang names them in
-/// `configs/hybrid_arch.py`. Of some of them `/server_info` says nothing: `uses_mamba_radix_cache` is
-/// false without a radix cache, and for models whose states the radix cache doesn't keep.
+/// `configs/hybrid_arch.py`. Of some of them `/server_info` says nothing: `uses_mamba_radix_cache`
+/// is false without a radix cache, and for models whose states the radix cache doesn't keep.
 const RECURRENT_MODEL_TYPES: [&str; 25] = [
     "bailing_hybrid",
     "bailing_moe_v3_vl",

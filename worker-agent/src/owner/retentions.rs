@@ -1,9 +1,9 @@
 //! Keeps what the engine offers as retentions current, and logs what it doesn't offer.
 //!
 //! A retention is a way to keep a session's KV between turns. `engine::retentions` has the rules.
-//! They depend on the engine's flags and on the word of its shims, Berth's parts inside the engine. A
-//! shim may connect before the agent reaches the engine, or after, and its connection may break. The
-//! session table gives new sessions only what is offered. Sessions that are open keep what they
+//! They depend on the engine's flags and on the word of its shims, Berth's parts inside the engine.
+//! A shim may connect before the agent reaches the engine, or after, and its connection may break.
+//! The session table gives new sessions only what is offered. Sessions that are open keep what they
 //! have: they were opened in this engine process, under a word that holds until the process ends.
 
 use std::{collections::BTreeMap, time::Instant};
@@ -192,8 +192,8 @@ mod tests {
         assert!(is_guarded(&words), "the hook is still in the engine");
         words.begin_process(|_| false);
         assert!(!is_guarded(&words), "the next process may run without the shim");
-        // This shim has connected before its engine was found. Or else it is the last process's, and
-        // the agent has not noticed yet that the connection is closed.
+        // This shim has connected before its engine was found. Or else it is the last process's,
+        // and the agent has not noticed yet that the connection is closed.
         words.hear(&hello(0, None, Some("")));
         words.begin_process(|_| true);
         assert!(is_guarded(&words));

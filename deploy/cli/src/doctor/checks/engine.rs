@@ -35,8 +35,7 @@ pub const CHECKS: &[Check] = &[
     Check {
         id: "engine-retention-unsafe",
         severity: Severity::Warning,
-        why: "the engine's flag for these sessions is set, but another flag or the model rules them \
-              out",
+        why: "the flag for these sessions is set, but another flag or the model rules them out",
         find: find_unsafe_retentions,
     },
     Check {
