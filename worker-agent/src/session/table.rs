@@ -17,7 +17,7 @@
 //! The table consists of parts. Each part has its own figures, and keeps and checks them by itself:
 //! - [`Sessions`]: the sessions, their incarnation ids, and what they hold on each rank.
 //! - [`Tickets`]: turns and open requests, their queue, and each rank's load of turns.
-//! - [`Closes`]: the closes that the engine has not confirmed, with what they hold.
+//! - [`Closes`]: the closes that the engine has not confirmed, with what they hold. It sends them.
 //! - [`ShimRequests`]: the requests to the shims that await an answer or wait in line.
 //! - [`RankShims`]: each rank's shim, and what the sessions of other clients hold.
 //! - [`QueuePace`]: how soon a turn that is refused would find a place.
@@ -149,6 +149,8 @@ impl Table {
     /// Returns an empty table.
     #[must_use]
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
+        let mut closes = Closes::new(settings.stuck_after);
+        closes.reset(engine.page_tokens);
         let mut table = Self {
             retentions_off: vec![],
             sessions: Sessions::new(&settings),
@@ -156,7 +158,7 @@ impl Table {
             settings,
             engine,
             tickets: Tickets::default(),
-            closes: Closes::default(),
+            closes,
             shims: RankShims::default(),
             queue_pace: QueuePace::default(),
             effects: Effects::default(),
@@ -281,7 +283,7 @@ impl Table {
         let guards = self.settings.guards;
         let counted = |held: Held, guard| if guards.is_on(guard) { held } else { Held::default() };
         let sessions = self.sessions.rank(dp_rank);
-        let closing = self.closes.held(dp_rank, self.engine.page_tokens);
+        let closing = self.closes.held(dp_rank);
         let foreign = counted(self.shims.foreign(dp_rank), Guard::ForeignCounted);
         let held = sessions.held + counted(closing, Guard::CountedUntilClosed) + foreign;
         let load = self.tickets.load(dp_rank);

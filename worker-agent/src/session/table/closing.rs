@@ -13,8 +13,8 @@ use std::time::Instant;
 use proto::id::SessionKey;
 
 use super::{
-    CloseRequest, CloseResult, Doubt, Effect, Error, ExpectedHistory, GoneReason, Guard, Record,
-    Session, SessionEvent, State, Table, Tree, closes::Close, shim_requests::ShimTask,
+    CloseResult, Doubt, Effect, Error, ExpectedHistory, GoneReason, Guard, Record, Session,
+    SessionEvent, State, Table, closes::Close, shim_requests::ShimTask,
 };
 
 impl Table {
@@ -40,12 +40,16 @@ impl Table {
     /// session.
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let is_repeated = self.settings.guards.is_on(Guard::CloseRepeated);
-        let Some(waited) = self.closes.answer(now, incarnation, result, is_repeated) else {
-            return;
-        };
-        self.effects.push(Effect::Freed(waited));
-        self.effects.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
-        self.process_queue(now);
+        let effects = &mut self.effects;
+        let answered = self.closes.answer(now, effects, incarnation, result, is_repeated, false);
+        let Some(answered) = answered else { return };
+        if answered.is_done {
+            self.effects.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
+        }
+        if let Some(waited) = answered.freed_after {
+            self.effects.push(Effect::Freed(waited));
+            self.process_queue(now);
+        }
         self.debug_check();
     }
 
@@ -149,8 +153,8 @@ impl Table {
         self.sessions.key_of(incarnation)
     }
 
-    /// Requests the close of a session's incarnation. Without retention, an incarnation is
-    /// not open at the engine and needs no close.
+    /// Requests the close of a session's incarnation. An incarnation that isn't pinned and has no
+    /// tag is not open at the engine and needs no close.
     pub(super) fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let incarnation = session.incarnation.clone();
@@ -159,10 +163,8 @@ impl Table {
                 let close = Close::new(now, session.dp_rank, session.state.row().cloned());
                 self.closes.start(&mut self.effects, incarnation, close);
             }
-            Some(Tree { is_tagged: true, .. }) => {
-                let close =
-                    CloseRequest { incarnation, rid: None, is_pinned: false, is_repeat: false };
-                self.effects.push(Effect::Close(close));
+            Some(tree) if tree.is_tagged => {
+                self.closes.start(&mut self.effects, incarnation, Close::tag(now));
             }
             Some(_) => {}
         }
@@ -173,7 +175,7 @@ impl Table {
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let stuck_after = self.settings.stuck_after;
-        let stuck_closes = self.closes.stuck_count(now, stuck_after);
+        let stuck_closes = self.closes.stuck_count(now);
         if stuck_closes > 0 {
             return Some(format!(
                 "the engine keeps {stuck_closes} sessions half closed; their rows and KV come back \

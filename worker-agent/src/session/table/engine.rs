@@ -265,7 +265,7 @@ impl Table {
             // Another client of the engine closed the session.
             self.close_as_gone(now, &key, GoneReason::HistoryUnknown);
         }
-        if self.closes.is_on_rank(id, dp_rank) {
+        if self.closes.is_on_rank(dp_rank, id) {
             self.handle_close_result(now, id, CloseResult::Confirmed);
         }
         if self.shims.forget_foreign(dp_rank, id) {
@@ -303,7 +303,7 @@ impl Table {
         self.refuse_waiting(now, &Error::EngineLost);
         // In case the same process answers again, the journal keeps the closes until it names
         // another engine process.
-        self.closes.clear();
+        self.closes.reset(engine.page_tokens);
         self.tickets.forget_samples();
         self.reset_weights();
         for dp_rank in self.shims.disconnect_all() {

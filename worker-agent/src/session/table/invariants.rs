@@ -23,6 +23,7 @@ impl Table {
         );
         self.sessions.check_invariants();
         self.tickets.check_invariants();
+        self.closes.check_invariants();
         for (dp_rank, capacity) in (0..).zip(&self.engine.ranks) {
             self.check_rank(dp_rank, capacity);
         }
@@ -76,7 +77,7 @@ impl Table {
     fn check_rank(&self, dp_rank: u32, capacity: &RankCapacity) {
         let stored_totals = self.totals(dp_rank);
         // Rows that an earlier agent process left open may include the reserved rows.
-        let rows_of_earlier_agent = self.closes.inherited(dp_rank, self.engine.page_tokens).rows;
+        let rows_of_earlier_agent = self.closes.inherited(dp_rank).rows;
         assert!(stored_totals.turns_running <= capacity.turns_max, "too many turns inside");
         let rows_max = capacity.rows.saturating_sub(capacity.rows_reserve);
         let rows_of_this_agent =

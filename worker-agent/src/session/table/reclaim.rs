@@ -346,8 +346,7 @@ impl Table {
 
     /// Returns what the demotions and closes in progress will free.
     fn room_being_freed(&self, now: Instant, dp_rank: u32) -> Held {
-        let (page_tokens, stuck_after) = (self.engine.page_tokens, self.settings.stuck_after);
-        let being_closed = self.closes.being_freed(now, dp_rank, page_tokens, stuck_after);
+        let being_closed = self.closes.being_freed(now, dp_rank);
         self.sessions.rank(dp_rank).being_demoted + being_closed
     }
 }
