@@ -16,9 +16,9 @@
 //! - A *full history* is a prompt with the whole conversation. A *delta* holds only what is new.
 //! - The *shim* is Berth's part in the engine's process. It compares a full history with the
 //!   session's and reports a *plan*: how the turn runs.
-//! - A *suspect* session may have another history than the agent knows. The *journal* is the file
-//!   that lists the open incarnations. To *reclaim* a session is to demote or close it, because
-//!   others need its room.
+//! - A *suspect* session may have another history than the agent knows. A *tag* keeps KV in the
+//!   engine's radix tree for longer. The *journal* is the file that lists the open incarnations and
+//!   tags. To *reclaim* a session is to demote or close it, because others need its room.
 
 /// A rule that keeps one of Berth's promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -89,9 +89,10 @@ pub enum Guard {
     ReclaimIdleOnly,
     /// Foreign sessions (those that the agent did not open) count as pinned.
     ForeignCounted,
-    /// An incarnation is written to the journal before the engine is asked to open it.
+    /// An incarnation is written to the journal before the engine is asked to open it, and a tag
+    /// before its first turn is sent.
     JournalFirst,
-    /// Incarnations that an earlier agent process left open are closed.
+    /// Incarnations and tags that an earlier agent process left open are closed.
     TakeoverCloses,
     /// A pinned session that the last agent process handed over takes no turn before the shim has
     /// confirmed its history.

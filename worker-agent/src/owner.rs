@@ -437,7 +437,11 @@ impl Owner {
         }
         for effect in effects {
             match effect {
-                Effect::Admitted { rid, turn } => {
+                Effect::Admitted { rid, mut turn } => {
+                    // A tag must not begin if it isn't in the journal.
+                    if self.engine_calls.journal_problem().is_some() {
+                        turn.drop_tag();
+                    }
                     if let Some(run_mode) =
                         self.waiters.tell_admitted(&rid, turn, &self.table, &self.reporter)
                     {

@@ -287,8 +287,8 @@ pub struct CloseRequest {
     pub incarnation: String,
     /// Id of a turn that may still be inside the engine; the owner aborts it first.
     pub rid: Option<String>,
-    /// Whether the incarnation is pinned and may hold a row and KV. The close of any other
-    /// incarnation needs no confirmation.
+    /// Whether the incarnation is pinned and may hold a row and KV. Any other is a tag, which is
+    /// closed when the engine has answered the request.
     pub is_pinned: bool,
     /// Whether this repeats a close that was not confirmed.
     pub is_repeat: bool,

@@ -1,6 +1,6 @@
 //! The journal's content without its file: what survives when an agent is killed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use worker_agent::session::{
     handover::{HandedSession, Handover, Moment},
@@ -11,6 +11,7 @@ use worker_agent::session::{
 pub(super) struct Journal {
     instance: Option<String>,
     open: BTreeMap<String, OpenIncarnation>,
+    tags: BTreeSet<String>,
     /// What an agent handed over, as the lines of its file.
     handover: Option<(u64, Vec<String>)>,
 }
@@ -22,6 +23,7 @@ impl Journal {
             Record::Engine { instance } => {
                 if self.instance.as_ref() != Some(&instance) {
                     self.open.clear();
+                    self.tags.clear();
                     self.instance = Some(instance);
                 }
             }
@@ -33,7 +35,13 @@ impl Journal {
                     left.rid = Some(rid);
                 }
             }
-            Record::Closed { incarnation } => drop(self.open.remove(&incarnation)),
+            Record::Tag { incarnation } => {
+                self.tags.insert(incarnation);
+            }
+            Record::Closed { incarnation } => {
+                self.open.remove(&incarnation);
+                self.tags.remove(&incarnation);
+            }
         }
     }
 
@@ -61,5 +69,10 @@ impl Journal {
     pub(super) fn left(&self, instance: &str) -> BTreeMap<String, OpenIncarnation> {
         let same = self.instance.as_deref() == Some(instance);
         if same { self.open.clone() } else { BTreeMap::new() }
+    }
+
+    /// Returns the tags that this engine process may have.
+    pub(super) fn tags(&self, instance: &str) -> BTreeSet<String> {
+        if self.is_about(instance) { self.tags.clone() } else { BTreeSet::new() }
     }
 }

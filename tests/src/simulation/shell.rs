@@ -234,6 +234,7 @@ impl World {
         let (shim, trims) = (self.plan.shim, self.plan.trims);
         let mut legacy = Legacy {
             open_incarnations: self.journal.left(&name),
+            tags: self.journal.tags(&name),
             is_same_engine: self.journal.is_about(&name),
             ..Legacy::default()
         };

@@ -113,7 +113,7 @@ impl EngineCalls {
                 if self.journal_retry.is_none() {
                     error!(
                         reason,
-                        "the journal can't be written; no session is pinned until it can"
+                        "the journal can't be written; no session is pinned or tagged until it can"
                     );
                 }
                 self.journal_retry = Some((now() + JOURNAL_RETRY_PAUSE, reason));
@@ -205,25 +205,27 @@ impl EngineCalls {
     pub(super) fn take_over(&mut self, table: &mut Table, instance: &str) {
         let is_same_engine = self.journal.is_about(instance);
         let open_incarnations = self.journal.incarnations_left_open(instance);
+        let tags = self.journal.tags_left_open(instance);
         let handover = self.journal.take_handover();
         // If this fails, nothing is pinned until it succeeds.
         self.write_journal(&Record::Engine { instance: instance.to_owned() });
         let Some(Handover { at: handed_at, sessions }) = handover else {
-            if !open_incarnations.is_empty() {
-                let sessions = open_incarnations.len();
-                warn!(sessions, "closing the sessions that an earlier agent left open");
+            let (sessions, tagged) = (open_incarnations.len(), tags.len());
+            if sessions + tagged > 0 {
+                warn!(sessions, tagged, "closing the sessions that an earlier agent left open");
             }
-            return table.take_over(now(), Legacy { open_incarnations, ..Legacy::default() });
+            return table.take_over(now(), Legacy { open_incarnations, tags, ..Legacy::default() });
         };
         let age = read_moment().since(&handed_at);
         info!(
             sessions = sessions.len(),
             open = open_incarnations.len(),
+            tagged = tags.len(),
             age_ms = age.as_millis(),
             is_same_engine,
             "taking up the sessions of the last agent"
         );
-        table.take_over(now(), Legacy { open_incarnations, sessions, age, is_same_engine });
+        table.take_over(now(), Legacy { open_incarnations, tags, sessions, age, is_same_engine });
     }
 
     /// Starts a task that sends the result of a call to the owner task.
@@ -268,8 +270,8 @@ async fn close_once(
     let close_result = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
     let shim_reports_end = all_shims_connected && !close_request.is_repeat;
     let result = match (close_request.is_pinned, shim_reports_end) {
-        // Only a pinned session keeps KV of its own between turns. For any other session, the
-        // engine's answer is enough.
+        // Only a pinned session keeps KV of its own between turns, for which the engine may defer
+        // the close. A tag is closed when the engine has answered.
         (false, _) => {
             engine.close_session(&close_request.incarnation).await.map(|()| CloseResult::Confirmed)
         }
@@ -286,7 +288,11 @@ async fn close_once(
     };
     result.unwrap_or_else(|error| {
         let incarnation = &close_request.incarnation;
-        warn!(incarnation, %error, "can't close a session at the engine");
+        if close_request.is_repeat && !close_request.is_pinned {
+            debug!(incarnation, %error, "can't close a tag at the engine");
+        } else {
+            warn!(incarnation, %error, "can't close a session at the engine");
+        }
         CloseResult::NotYet
     })
 }

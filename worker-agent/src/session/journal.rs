@@ -2,8 +2,10 @@
 //!
 //! An incarnation is one life of a session in the engine, from its open to its close. The agent
 //! records an incarnation before it asks the engine to open it, so that the next agent can close
-//! what this agent leaves open. The session table decides what is recorded, and `owner` writes the
-//! records. The journal has a lock, which also keeps a second agent away from the same engine.
+//! what this agent leaves open. It records a tag, with which the engine keeps KV in its radix tree
+//! for longer, before it sends the tag's first turn. The session table decides what is recorded,
+//! and `owner` writes the records. The journal has a lock, which also keeps a second agent away
+//! from the same engine.
 //!
 //! The file is append-only, with one line per record. It is not synced to disk. A killed process
 //! loses nothing that it has written, and when the machine goes down, the engine's sessions are
@@ -18,7 +20,7 @@
 //! is *behind*, and the next write or [`Journal::retry`] writes the whole file anew.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs::File,
     io::{Read as _, Write as _},
     path::{Path, PathBuf},
@@ -60,7 +62,13 @@ pub enum Record {
         /// The turn's request id.
         rid: String,
     },
-    /// The engine holds nothing of an incarnation any more.
+    /// The first turn that the engine tags with an incarnation's id is about to be sent. An
+    /// incarnation that was opened needs no such record.
+    Tag {
+        /// The incarnation's id.
+        incarnation: String,
+    },
+    /// The engine holds nothing of an incarnation any more, and has no tag of it.
     Closed {
         /// The incarnation's id.
         incarnation: String,
@@ -110,13 +118,15 @@ pub struct Journal {
     is_behind: bool,
 }
 
-/// What all records together say: the engine process, and the incarnations open in it.
+/// What all records together say: the engine process, and the incarnations and tags open in it.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct JournalState {
     /// The engine process that the incarnations belong to.
     instance: Option<String>,
     /// The incarnations that are opened and not closed, by id.
     open_incarnations: BTreeMap<String, OpenIncarnation>,
+    /// The tags that the engine may have, by incarnation id.
+    tags: BTreeSet<String>,
     /// What the agent hands over, if these are its last words.
     handover: Option<Handover>,
 }
@@ -135,6 +145,7 @@ impl JournalState {
                 if self.instance.as_ref() != Some(instance) {
                     // The sessions of the previous engine process are gone with it.
                     self.open_incarnations.clear();
+                    self.tags.clear();
                     self.instance = Some(instance.clone());
                 }
             }
@@ -147,7 +158,13 @@ impl JournalState {
                     open_incarnation.rid = Some(rid.clone());
                 }
             }
-            Record::Closed { incarnation } => drop(self.open_incarnations.remove(incarnation)),
+            Record::Tag { incarnation } => {
+                self.tags.insert(incarnation.clone());
+            }
+            Record::Closed { incarnation } => {
+                self.open_incarnations.remove(incarnation);
+                self.tags.remove(incarnation);
+            }
         }
     }
 
@@ -183,7 +200,8 @@ impl JournalState {
             };
             std::iter::once(opening).chain(turn)
         });
-        engine.chain(open)
+        let tag = |incarnation: &String| Record::Tag { incarnation: incarnation.clone() };
+        engine.chain(open).chain(self.tags.iter().map(tag))
     }
 }
 
@@ -193,6 +211,7 @@ impl Record {
             Self::Engine { instance } => format!("engine {instance}\n"),
             Self::Opening { incarnation, dp_rank } => format!("opening {incarnation} {dp_rank}\n"),
             Self::Turn { incarnation, rid } => format!("turn {incarnation} {rid}\n"),
+            Self::Tag { incarnation } => format!("tag {incarnation}\n"),
             Self::Closed { incarnation } => format!("closed {incarnation}\n"),
         }
     }
@@ -204,6 +223,7 @@ impl Record {
             "engine" => Self::Engine { instance: id },
             "opening" => Self::Opening { incarnation: id, dp_rank: fields.next()?.parse().ok()? },
             "turn" => Self::Turn { incarnation: id, rid: fields.next()?.to_owned() },
+            "tag" => Self::Tag { incarnation: id },
             "closed" => Self::Closed { incarnation: id },
             _ => return None,
         };
@@ -300,6 +320,13 @@ impl Journal {
         if self.is_about(instance) { self.state.open_incarnations.clone() } else { BTreeMap::new() }
     }
 
+    /// Returns the tags that the engine process `instance` may have, by incarnation id. Empty if
+    /// the journal is about another process.
+    #[must_use]
+    pub fn tags_left_open(&self, instance: &str) -> BTreeSet<String> {
+        if self.is_about(instance) { self.state.tags.clone() } else { BTreeSet::new() }
+    }
+
     /// Writes the state of the sessions for the next agent. This agent must change nothing more.
     ///
     /// # Errors
@@ -334,9 +361,8 @@ impl Journal {
             .map_err(|error| private_folder::Error::Io(self.path(), error))?;
         self.is_behind = false;
         self.line_count += 1;
-        if self.line_count
-            > LINES_KEPT_MAX.max(self.state.open_incarnations.len() * LINES_PER_INCARNATION_MAX)
-        {
+        let incarnation_count = self.state.open_incarnations.len() + self.state.tags.len();
+        if self.line_count > LINES_KEPT_MAX.max(incarnation_count * LINES_PER_INCARNATION_MAX) {
             // The file is complete, only long. If it can't be shortened now, it may be later.
             self.line_count = 0;
             let _ = self.rewrite();
@@ -413,6 +439,29 @@ mod tests {
             open(dir.path()).incarnations_left_open("F").is_empty(),
             "another process has none of them"
         );
+    }
+
+    #[test]
+    fn the_next_agent_finds_the_tags_that_were_not_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        let tag = |incarnation: &str| Record::Tag { incarnation: incarnation.into() };
+        let mut journal = open(dir.path());
+        for record in [engine("E"), tag("a"), opening("b"), tag("c"), closed("a")] {
+            journal.write(&record).unwrap();
+        }
+        drop(journal);
+        let mut journal = open(dir.path());
+        assert_eq!(journal.tags_left_open("E").iter().collect::<Vec<_>>(), ["c"]);
+        assert!(!journal.incarnations_left_open("E").contains_key("c"), "it holds no row");
+        assert!(journal.tags_left_open("F").is_empty());
+        // The file stays short while tags come and go.
+        for number in 0..10 * LINES_KEPT_MAX {
+            journal.write(&tag(&number.to_string())).unwrap();
+            journal.write(&closed(&number.to_string())).unwrap();
+            assert!(journal.line_count <= LINES_KEPT_MAX);
+        }
+        journal.write(&engine("F")).unwrap();
+        assert!(journal.tags_left_open("F").is_empty(), "they are gone with their engine");
     }
 
     #[test]

@@ -6,11 +6,12 @@
 //! which change comes next. This module does no I/O and reads no clock.
 //!
 //! The tables below say where each event leads a session that a client opened as pinned, or as
-//! tagged for the two states in the tree. They also say what follows: a turn or an open request is
-//! admitted or refused, the session is opened, closed or demoted at the engine, or the shim is
-//! asked for the session's history. An empty cell changes nothing, and a turn then waits. `running` is
-//! an open session with a turn inside the engine. `demoting` is a session whose room others need,
-//! `asked` is one that its owner or an operator demotes. A test compares every cell with the code.
+//! tagged for the two states in the tree (the session has had a turn then). They also say what
+//! follows: a turn or an open request is admitted or refused, the session is opened, closed or
+//! demoted at the engine, or the shim is asked for the session's history. An empty cell changes
+//! nothing, and a turn then waits. `running` is an open session with a turn inside the engine.
+//! `demoting` is a session whose room others need, `asked` is one that its owner or an operator
+//! demotes. A test compares every cell with the code.
 //!
 //! A turn arrives with a full history (which may open the session) or a delta:
 //!
@@ -132,6 +133,8 @@ pub(super) struct Row {
 pub(super) struct Tree {
     /// Whether the engine tags the KV with the session.
     pub(super) is_tagged: bool,
+    /// Whether the engine may have the tag, because a turn was sent with it. The journal has it.
+    pub(super) has_tag: bool,
     /// An estimate of the KV tokens that the session still has in the radix tree.
     pub(super) resident_tokens: u64,
     /// The agent does not pin the session again before this time, because the session lost its pin
@@ -352,6 +355,16 @@ impl State {
         }
     }
 
+    /// Notes that the engine may have the tag of a session that is not pinned.
+    pub(super) fn note_tag(&mut self) {
+        if let Self::InTree(tree)
+        | Self::Closing(Kv::Tree(tree))
+        | Self::Gone { tree: Some(tree), .. } = self
+        {
+            tree.has_tag = true;
+        }
+    }
+
     /// Lets a session go on that lost its KV and is not pinned. Only evictable KV was lost, which
     /// the next turn computes again.
     pub(super) fn continue_in_tree(&mut self) {
@@ -370,7 +383,7 @@ impl State {
     pub(super) fn lose(&mut self, reason: GoneReason) {
         let is_closing = self.is_closing();
         let tree = match mem::take(self).into_kv() {
-            Kv::Tree(tree) => Some(Tree { resident_tokens: 0, ..tree }),
+            Kv::Tree(tree) => Some(Tree { resident_tokens: 0, has_tag: false, ..tree }),
             Kv::Row(_) | Kv::Nothing => None,
         };
         *self = match tree {

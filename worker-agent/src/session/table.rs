@@ -28,15 +28,17 @@
 //! above; `overdue` refuses what waited too long, `capacity` computes room, `reclaim` frees room,
 //! `shares` bounds what one principal may have, `closing` closes incarnations, `engine` handles
 //! reports of the engine and the shim, `trim` runs full histories in pinned sessions, `handover`
-//! hands the sessions over to the next agent process, `backlog` estimates the prompt tokens that
-//! wait, `weights` keeps sessions from KV of older weights, and `volatile_prefix` looks for texts
-//! that change from turn to turn. `invariants` checks the promises.
+//! hands the sessions over to the next agent process, `tags` closes the tags of sessions, `backlog`
+//! estimates the prompt tokens that wait, `weights` keeps sessions from KV of older weights, and
+//! `volatile_prefix` looks for texts that change from turn to turn. `invariants` checks the
+//! promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
 //! - Pinned sessions leave some rows free. Their KV stays within the pin budget even if every
 //!   running turn grows as far as it may.
 //! - Rows and KV stay counted until the engine has confirmed a close.
+//! - The engine keeps no tag without its session: each is in the journal until it is closed.
 //! - An incarnation id is never used twice, so a late close can't hit a later incarnation.
 //! - Nothing is appended to a history that the agent isn't sure of.
 //! - No pinned turn continues KV that the engine computed with older weights.
@@ -64,6 +66,7 @@ mod sessions;
 mod shares;
 mod shim_requests;
 mod shims;
+mod tags;
 mod ticket;
 mod tickets;
 mod trim;

@@ -30,6 +30,22 @@ impl Turn {
     pub fn is_pinned(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.retention == Retention::Pinned)
     }
+
+    /// Returns the incarnation id with which the engine may tag the turn's KV.
+    #[must_use]
+    pub fn tag(&self) -> Option<&str> {
+        let session = self.session.as_ref()?;
+        let may_tag = session.retention == Retention::Tagged;
+        (may_tag && self.run_mode != Some(RunMode::Untagged)).then_some(&session.incarnation)
+    }
+
+    /// Lets a turn that was to run tagged run without its tag. Changes no other turn.
+    pub fn drop_tag(&mut self) {
+        if let (Some(RunMode::Tagged), Some(session)) = (self.run_mode, &mut self.session) {
+            session.retention = Retention::None;
+            self.run_mode = Some(RunMode::Untagged);
+        }
+    }
 }
 
 /// How a session's turn runs.

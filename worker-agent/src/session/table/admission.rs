@@ -239,14 +239,18 @@ impl Table {
             (session.incarnation.clone(), session.idle_max, session.dp_rank)
         });
         let record = Record::Opening { incarnation: incarnation.clone(), dp_rank };
-        let open = Effect::Open { incarnation, idle_max };
-        if self.settings.guards.is_on(Guard::JournalFirst) {
-            self.effects.write_journal(record);
-            self.effects.push(open);
-        } else {
-            self.effects.push(open);
-            self.effects.write_journal(record);
-        }
+        self.push_journaled(Some(record), Effect::Open { incarnation, idle_max });
+    }
+
+    /// Adds an effect after which the engine has what `record` names.
+    fn push_journaled(&mut self, record: Option<Record>, effect: Effect) {
+        let (before, after) = match record {
+            record if self.settings.guards.is_on(Guard::JournalFirst) => (record, None),
+            record => (None, record),
+        };
+        before.into_iter().for_each(|record| self.effects.write_journal(record));
+        self.effects.push(effect);
+        after.into_iter().for_each(|record| self.effects.write_journal(record));
     }
 
     /// Decides on a turn that runs in its pinned session. Its growth must fit into the pin budget
@@ -422,14 +426,14 @@ impl Table {
     }
 
     /// Sends a turn to the engine.
-    fn send_turn(&mut self, now: Instant, rid: &str, turn: Turn, run: Run) {
+    fn send_turn(&mut self, now: Instant, rid: &str, mut turn: Turn, run: Run) {
+        let record = self.begin_tag(&mut turn);
         let ticket = &self.tickets[rid];
         let (is_delta, closes_session) = (ticket.is_delta(), ticket.closes_session());
         let free_rows = self.free_rows(ticket.dp_rank);
         let is_plain = matches!(run, Run::Plain { .. });
-        let incarnation = turn.session.as_ref().map(|session| session.incarnation.clone());
         self.weights.record_turn();
-        let start = self.tickets.enter_engine(now, rid, incarnation, run, free_rows);
+        let start = self.tickets.enter_engine(now, rid, &turn, run, free_rows);
         if let Some(TurnSession { key, .. }) = &turn.session {
             // A turn beside its pinned session usually belongs to another conversation.
             let runs_beside = is_plain && self.sessions[key].is_pinned();
@@ -447,7 +451,7 @@ impl Table {
                 }
             });
         }
-        self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
+        self.push_journaled(record, Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
     /// Refuses a ticket that is not inside the engine, and forgets it.

@@ -3,7 +3,7 @@
 //! An incarnation is one life of a session in the engine. A pinned incarnation holds a request row
 //! and KV until the engine has confirmed its close. A tag, which the engine gives to the KV of a
 //! session in its radix tree, holds nothing: the KV under it is only evicted late. This module
-//! decides nothing about sessions. The module `closing` starts the closes.
+//! decides nothing about sessions. The modules `closing` and `tags` start the closes.
 //!
 //! At most a few closes are with the engine at once. The others wait in a queue, because thousands
 //! may come together: when an agent drains, or takes over from one that was killed. All figures are
@@ -268,6 +268,11 @@ impl Closes {
 
     pub(super) fn len(&self) -> usize {
         self.closes.len()
+    }
+
+    /// Returns the number of tags that are being closed.
+    pub(super) fn tag_count(&self) -> usize {
+        self.closes.len() - self.pinned.len()
     }
 
     pub(super) fn contains(&self, incarnation: &str) -> bool {

@@ -40,8 +40,10 @@ impl Table {
     /// session.
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let is_repeated = self.settings.guards.is_on(Guard::CloseRepeated);
+        let is_tagged_again = self.tickets.has_tag(incarnation);
         let effects = &mut self.effects;
-        let answered = self.closes.answer(now, effects, incarnation, result, is_repeated, false);
+        let answered =
+            self.closes.answer(now, effects, incarnation, result, is_repeated, is_tagged_again);
         let Some(answered) = answered else { return };
         if answered.is_done {
             self.effects.write_journal(Record::Closed { incarnation: incarnation.to_owned() });
@@ -163,7 +165,7 @@ impl Table {
                 let close = Close::new(now, session.dp_rank, session.state.row().cloned());
                 self.closes.start(&mut self.effects, incarnation, close);
             }
-            Some(tree) if tree.is_tagged => {
+            Some(tree) if tree.has_tag => {
                 self.closes.start(&mut self.effects, incarnation, Close::tag(now));
             }
             Some(_) => {}

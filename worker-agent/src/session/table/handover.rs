@@ -12,15 +12,15 @@
 
 use std::{
     cmp::Reverse,
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
 use proto::id::{Digest, SessionKey};
 
 use super::{
-    Doubt, Error, ExpectedHistory, GoneReason, Guard, PrefixTracker, Row, Session, SessionEvent,
-    ShimRequest, State, Table, Tree, TurnCounts,
+    Doubt, Error, ExpectedHistory, GoneReason, Guard, PrefixTracker, Record, Row, Session,
+    SessionEvent, ShimRequest, State, Table, Tree, TurnCounts,
 };
 use crate::session::{
     EngineHistory,
@@ -37,6 +37,8 @@ const TAKE_OVER_TIME_MAX: Duration = Duration::from_secs(10);
 pub struct Legacy {
     /// The incarnations that are open in the engine, by id.
     pub open_incarnations: BTreeMap<String, OpenIncarnation>,
+    /// The tags that are open in the engine, by incarnation id.
+    pub tags: BTreeSet<String>,
     /// The sessions that were handed over; none after a crash.
     pub sessions: Vec<HandedSession>,
     /// The time since the hand-over.
@@ -71,9 +73,9 @@ impl Table {
     }
 
     /// Takes up the sessions that the last agent process has handed over, and closes the other
-    /// incarnations that it left open.
+    /// incarnations and tags that it left open.
     pub fn take_over(&mut self, now: Instant, legacy: Legacy) {
-        let Legacy { mut open_incarnations, mut sessions, age, is_same_engine } = legacy;
+        let Legacy { mut open_incarnations, mut tags, mut sessions, age, is_same_engine } = legacy;
         if let Some(session) = sessions.first().filter(|_| is_same_engine) {
             self.take_over_weights(session.weights);
         }
@@ -94,11 +96,18 @@ impl Table {
             if keeps_incarnation {
                 open_incarnations.remove(&session.incarnation);
             }
+            let keeps_tag = state.tree().is_some_and(|tree| tree.has_tag);
+            if keeps_tag && !tags.remove(&session.incarnation) {
+                // The last process was of a version that kept no tags in the journal.
+                let incarnation = session.incarnation.clone();
+                self.effects.write_journal(Record::Tag { incarnation });
+            }
             self.insert_handed(now, &key, session, state, age);
         }
         for (incarnation, left) in open_incarnations {
             self.inherit_incarnation(now, incarnation, left.dp_rank, left.rid);
         }
+        self.inherit_tags(now, tags);
         self.debug_check();
     }
 
@@ -127,7 +136,8 @@ impl Table {
             HandedState::InTree { is_tagged, resident_tokens, no_pin_ms } => {
                 let no_pin_before = (no_pin_ms > 0).then(|| now + Duration::from_millis(no_pin_ms));
                 let resident_tokens = resident_tokens.min(self.engine.context_tokens);
-                State::InTree(Tree { is_tagged, resident_tokens, no_pin_before })
+                let has_tag = is_tagged;
+                State::InTree(Tree { is_tagged, has_tag, resident_tokens, no_pin_before })
             }
             _ if !is_same_engine => lost(GoneReason::EngineRestarted),
             _ if !is_in_journal || is_known => lost(GoneReason::NotTakenOver),

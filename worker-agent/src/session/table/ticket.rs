@@ -57,6 +57,8 @@ pub(super) struct Inside {
     pub(super) need: Need,
     /// Id of the incarnation that the turn was admitted to. `None` for a turn without a session.
     pub(super) incarnation: Option<String>,
+    /// The incarnation id with which the engine may tag the turn's KV.
+    pub(super) tag: Option<String>,
     /// When the client disconnected, if the turn's end at the engine is still awaited.
     pub(super) abandoned_since: Option<Instant>,
     /// Whether the shim has reported that the engine aborted the turn while it ran.

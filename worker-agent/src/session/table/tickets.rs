@@ -17,7 +17,7 @@ use std::{
 };
 
 pub(super) use super::ticket::{ClaimedSession, Inside, Run, Stage, Ticket};
-use super::{Need, PromptStart, turn_shares::TurnShares};
+use super::{Need, PromptStart, Turn, turn_shares::TurnShares};
 
 /// All tickets of the table.
 #[derive(Debug, Default)]
@@ -31,6 +31,8 @@ pub(super) struct Tickets {
     /// By rank. Includes ranks that no longer exist, as turns there may still have to end.
     loads: Vec<RankLoad>,
     shares: TurnShares,
+    /// The number of turns inside the engine that may put each tag there, by incarnation id.
+    tags: BTreeMap<String, u32>,
 }
 
 /// What turns do to one rank, and the engine's queue there.
@@ -137,10 +139,15 @@ impl Tickets {
         &mut self,
         now: Instant,
         rid: &str,
-        incarnation: Option<String>,
+        turn: &Turn,
         run: Run,
         free_rows: u64,
     ) -> PromptStart {
+        let incarnation = turn.session.as_ref().map(|session| session.incarnation.clone());
+        let tag = turn.tag().map(str::to_owned);
+        if let Some(tag) = &tag {
+            *self.tags.entry(tag.clone()).or_default() += 1;
+        }
         self.queue.retain(|queued| queued != rid);
         if let (Run::Plain { .. }, Some(ticket)) = (&run, self.tickets.get(rid)) {
             self.shares.note_plain_turn(&ticket.principal, now);
@@ -152,6 +159,7 @@ impl Tickets {
             ticket.stage = Stage::Inside(Inside {
                 need,
                 incarnation,
+                tag,
                 abandoned_since: None,
                 was_aborted: false,
                 asks_again: false,
@@ -181,8 +189,24 @@ impl Tickets {
         self.change_inside(rid, |inside| inside.run = Run::Plain { large_tokens: Some(tokens) });
     }
 
+    /// Whether a turn inside the engine may put the tag of this incarnation there.
+    pub(super) fn has_tag(&self, incarnation: &str) -> bool {
+        self.tags.contains_key(incarnation)
+    }
+
+    /// Notes that a turn inside the engine puts no tag there.
+    pub(super) fn forget_tag(&mut self, rid: &str) {
+        let Some(tag) = self.inside_mut(rid).and_then(|inside| inside.tag.take()) else { return };
+        let Some(count) = self.tags.get_mut(&tag) else { return };
+        *count -= 1;
+        if *count == 0 {
+            self.tags.remove(&tag);
+        }
+    }
+
     /// Removes a ticket at any stage.
     pub(super) fn remove(&mut self, rid: &str) -> Option<Ticket> {
+        self.forget_tag(rid);
         let ticket = self.tickets.remove(rid)?;
         self.queue.retain(|queued| queued != rid);
         let load = &mut self.loads[ticket.dp_rank as usize];
@@ -288,6 +312,11 @@ impl Tickets {
         let waiting = self.tickets.values().filter(waits).count();
         assert_eq!(self.queue.len(), waiting, "the queue differs from the waiting tickets");
         self.shares.check_invariants(self.tickets.values());
+        let mut tags = BTreeMap::<String, u32>::new();
+        for tag in self.inside().filter_map(|(_, _, inside)| inside.tag.clone()) {
+            *tags.entry(tag).or_default() += 1;
+        }
+        assert_eq!(tags, self.tags, "the tags of turns differ from a fresh count");
     }
 
     /// Changes a ticket, and keeps the load of its rank right.

@@ -269,6 +269,7 @@ impl Table {
         let rid = &plan.rid;
         let prompt_tokens = plan.committed_tokens.saturating_add(plan.appended_tokens);
         self.set_trim(rid, Trim::Planned { prompt_tokens, committed_tokens: None });
+        self.tickets.forget_tag(rid);
         let (run_mode, outcome) = if awaited.replaced.is_some() {
             (RunMode::Reopened, TrimOutcome::Reopened)
         } else {

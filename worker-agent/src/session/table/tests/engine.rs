@@ -117,7 +117,8 @@ fn a_tagged_session_whose_engine_is_lost_while_its_turn_arrives_is_not_pinned() 
     rig.carry_out();
     let turn = rig.answer("r".into()).inside();
     assert_eq!(turn.turn.session.unwrap().retention, Retention::Tagged);
-    assert_eq!(rig.journal, [], "the engine opens nothing for it");
+    let is_opening = |record: &Record| matches!(record, Record::Opening { .. });
+    assert!(!rig.journal.iter().any(is_opening), "the engine opens nothing for it");
 }
 
 #[test]

@@ -20,19 +20,37 @@ fn left_open(rig: &Rig) -> std::collections::BTreeMap<String, OpenIncarnation> {
                 drop(open.insert(incarnation.clone(), left));
             }
             Record::Closed { incarnation } => drop(open.remove(incarnation)),
-            Record::Engine { .. } | Record::Turn { .. } => {}
+            Record::Engine { .. } | Record::Turn { .. } | Record::Tag { .. } => {}
         }
     }
     open
 }
 
+/// Returns the tags that the old table's journal lists.
+fn tags_left_open(rig: &Rig) -> std::collections::BTreeSet<String> {
+    let mut tags = std::collections::BTreeSet::new();
+    for record in &rig.journal {
+        match record {
+            Record::Tag { incarnation } => {
+                tags.insert(incarnation.clone());
+            }
+            Record::Closed { incarnation } => {
+                tags.remove(incarnation);
+            }
+            Record::Engine { .. } | Record::Turn { .. } | Record::Opening { .. } => {}
+        }
+    }
+    tags
+}
+
 /// Returns the next process's rig, beside the same engine unless `is_same_engine` is false.
-fn successor(old: &Rig, engine: EngineCapacity, is_same_engine: bool) -> Rig {
+pub(super) fn successor(old: &Rig, engine: EngineCapacity, is_same_engine: bool) -> Rig {
     let settings = TableSettings { incarnation_prefix: "berth-a-2".into(), ..settings() };
     let mut rig = Rig::with(settings, engine);
     rig.now = old.now;
     let legacy = Legacy {
         open_incarnations: if is_same_engine { left_open(old) } else { Default::default() },
+        tags: if is_same_engine { tags_left_open(old) } else { Default::default() },
         sessions: handed(old),
         age: Duration::ZERO,
         is_same_engine,

@@ -64,6 +64,10 @@ fn rig_in(state: &str) -> Rig {
     match state {
         "running" | "closing" => drop(rig.turn(&delta("s")).inside()),
         "tree running" => drop(rig.turn(&Claim::for_session(&key("s"))).inside()),
+        "tree" => {
+            let turn = rig.turn(&Claim::for_session(&key("s"))).inside();
+            rig.end(&turn, finished(8, 2));
+        }
         "demoted" | "suspect" => {
             let turn = rig.turn(&delta("s")).inside();
             let is_lost = state == "suspect";
