@@ -14,6 +14,7 @@ mod order;
 mod rig;
 mod shares;
 mod shim_requests;
+mod tags;
 mod trim;
 mod volatile_prefix;
 mod weights;
