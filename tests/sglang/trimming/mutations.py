@@ -32,6 +32,11 @@ MUTATIONS = [
         "if False:",
     ),
     (
+        "a turn whose session was closed meanwhile runs without its tag", "trimmer",
+        "elif tokenized.session_id not in self._transcripts:",
+        "elif False:",
+    ),
+    (
         "a prompt that must continue its session runs in no other", "trimmer",
         "(is_improvable(plan) and not mark.must_continue)",
         "is_improvable(plan)",

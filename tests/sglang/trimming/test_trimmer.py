@@ -104,6 +104,19 @@ async def test_a_client_that_wants_the_prompts_ids_gets_all(harness: Harness) ->
     assert raw(prompt_ids).decode() == "<s>a<e>ab<s>b"
 
 
+async def test_a_turn_whose_session_was_closed_meanwhile_runs_without_its_tag(
+    harness: Harness,
+) -> None:
+    await harness.open()
+    await harness.run_turn("<s>a<e>")
+    await harness.run_turn("<s>b<e>", session_id="s")
+    assert harness.manager.sent.session_id == "s", "the tag of a turn beside its session"
+    await harness.close()
+    await harness.run_turn("<s>b<e>", session_id="s")
+    assert harness.sent == "<s>b<e>"
+    assert harness.manager.sent.session_id is None
+
+
 async def test_an_unmarked_request_runs_unchanged(harness: Harness) -> None:
     await harness.open()
     await harness.run_turn("<s>a<e>")

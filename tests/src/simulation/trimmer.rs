@@ -7,7 +7,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use worker_agent::{
-    session::{Error, TrimPlan, TrimRequest},
+    session::{Error, TrimPlan, TrimRequest, TurnSession},
     shim::trim::Plan,
 };
 
@@ -16,7 +16,10 @@ use super::{
     turns::{Ended, Turn},
     world::{Event, World},
 };
-use crate::engine_sim::{request::Finish, request::Output, tokenizer::BOS};
+use crate::engine_sim::{
+    request::{Finish, Output, SessionRef},
+    tokenizer::BOS,
+};
 
 /// How long the shim waits for the agent's answer.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
@@ -56,6 +59,15 @@ impl Trimmer {
 
     pub(super) fn closed(&mut self, id: &str) {
         self.contexts.remove(id);
+    }
+
+    /// Returns the tag of a turn that doesn't run in its session. The shim takes the tag from a turn
+    /// whose session was closed while the shim compared its prompt.
+    pub(super) fn tag(&self, session: &TurnSession) -> SessionRef {
+        if session.trim.is_some() && !self.contexts.contains_key(&session.incarnation) {
+            return SessionRef::None;
+        }
+        SessionRef::Tagged(session.incarnation.clone())
     }
 
     /// Marks a session's context as unknown, because a foreign turn ran in it.

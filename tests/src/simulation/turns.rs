@@ -292,7 +292,7 @@ impl World {
             (None, None) => SessionRef::None,
             (None, Some(session)) => match session.retention {
                 Retention::Pinned => inside(&session.incarnation),
-                Retention::Tagged => SessionRef::Tagged(session.incarnation.clone()),
+                Retention::Tagged => self.trimmer.tag(session),
                 Retention::None => SessionRef::None,
             },
         };

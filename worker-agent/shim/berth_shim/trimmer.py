@@ -283,6 +283,10 @@ class Trimmer:
             if isinstance(plan, Trimmed | Retokenized):
                 self._begin_turn(manager, body, tokenized, mark.session, plan)
                 runs_in_session = True
+            elif tokenized.session_id not in self._transcripts:
+                # The session was closed meanwhile. With its id as a tag, this turn would begin the
+                # tag anew after the close, and nothing would end it.
+                tokenized.session_id = None
         except Exception as error:
             self._fail("plan", error)
         if mark.must_continue and not runs_in_session:
