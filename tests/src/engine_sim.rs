@@ -204,6 +204,11 @@ impl EngineSim {
         self.app.set_role(mode.as_str());
     }
 
+    /// Lets requests to close a session fail from now on, or succeed again.
+    pub fn set_fails_closes(&self, fails: bool) {
+        self.app.set_fails_closes(fails);
+    }
+
     /// Sets the fault of hand-offs, and the share of them that has it, in thousandths. Does nothing
     /// in an engine that runs whole requests.
     pub fn set_hand_off_fault(&self, fault: hand_off::HandOffFault, per_mille: u32) {

@@ -251,6 +251,11 @@ impl Core {
         }
     }
 
+    /// Returns the `session_id` tags that requests have opened and no close has ended.
+    pub fn open_tags(&self) -> impl Iterator<Item = &str> {
+        self.tags.keys().map(String::as_str)
+    }
+
     /// Returns the number of a tag's current life. The first request after a close begins a new
     /// life.
     fn tag_life(&mut self, id: &str) -> u64 {

@@ -30,7 +30,7 @@ use std::{
     fmt::Display,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 use tokio::{
@@ -103,6 +103,8 @@ pub(super) struct App {
     adapters: Mutex<Vec<String>>,
     /// The role to which the engine was switched.
     role: Mutex<Option<&'static str>>,
+    /// Whether the next requests to close a session fail.
+    fails_closes: AtomicBool,
 }
 
 type AppState = axum::extract::State<Arc<App>>;
@@ -137,7 +139,12 @@ impl App {
             responses,
             adapters,
             role,
+            fails_closes: AtomicBool::new(false),
         }
+    }
+
+    pub(super) fn set_fails_closes(&self, fails: bool) {
+        self.fails_closes.store(fails, Ordering::Relaxed);
     }
 
     pub(super) fn set_adapters(&self, names: Vec<String>) {

@@ -149,10 +149,8 @@ impl World {
                 && turn.is_pinned()
         });
         assert!(!runs, "a session is closed while its turn runs");
-        if close.is_pinned {
-            let since = (self.now, 0);
-            self.closing.entry(close.incarnation.clone()).or_insert(since);
-        }
+        let since = (self.now, 0);
+        self.closing.entry(close.incarnation.clone()).or_insert(since);
     }
 
     /// Checks a session that the engine keeps although it was told to close it. A turn in the
@@ -311,6 +309,8 @@ impl World {
             let mut open = facts.open_sessions();
             open.retain(|id| !self.is_confirmed(id));
             assert_eq!(open, Vec::<&str>::new(), "the engine keeps sessions");
+            let tags: Vec<&str> = rank.core.open_tags().collect();
+            assert_eq!(tags, Vec::<&str>::new(), "the engine keeps tags");
             let kept = facts.sessions.iter().map(|session| session.alloc_tokens).sum::<usize>();
             let none = kept == 0 && (facts.held_rows, facts.used()) != (0, 0);
             assert!(!none, "the engine keeps KV that belongs to no session: {facts:?}");

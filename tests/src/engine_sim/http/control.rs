@@ -16,7 +16,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde_json::{Map, Value, json};
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, sync::atomic::Ordering, time::Duration};
 
 /// The pause between two attempts of a flush that has a timeout.
 const FLUSH_RETRY: Duration = Duration::from_millis(50);
@@ -78,6 +78,9 @@ pub(super) async fn close_session(State(app): AppState, JsonObject(body): JsonOb
     let mut bad = Vec::new();
     let id = field(&body, "session_id", "str", &mut bad, |v| v.as_str().map(str::to_owned));
     match required("session_id", id, &mut bad) {
+        Some(_) if app.fails_closes.load(Ordering::Relaxed) => {
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
         Some(id) => {
             app.handle.close(id).await;
             StatusCode::OK.into_response()
