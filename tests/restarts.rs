@@ -98,6 +98,93 @@ async fn a_full_disk_leaks_nothing_and_pins_nothing_and_says_why() {
     nothing_held(&engine).await;
 }
 
+/// Runs a turn of each of the tagged sessions "0", "1" and so on.
+async fn tag(web: &Web, place: &AgentPlace, count: usize) {
+    for id in 0..count {
+        let claim = json!({"principal": "p", "id": id.to_string(), "retention": "tagged"});
+        let answer =
+            generate(web, place, Some(&claim), &turn(&format!("{id:02} of them"), 4)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    }
+}
+
+/// Waits until the engine has KV under so many tags.
+async fn tagged(engine: &EngineSim, count: usize) {
+    eventually("the number of tags in the engine", || async {
+        (engine.pool(0).await?.tagged_tokens.len() == count).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn after_a_kill_the_next_agent_closes_every_tag() {
+    let (web, engine) = (Web::default(), start_engine(own_addr()).await);
+    let place = AgentPlace::new(AGENT, &engine.url()).unwrap();
+    let agent = place.start("", &[]).unwrap();
+    ready(&web, place.admin).await;
+    tag(&web, &place, 50).await;
+    tagged(&engine, 50).await;
+    agent.kill().unwrap();
+    engine.set_fails_closes(true);
+    let agent = place.start("", &[]).unwrap();
+    ready(&web, place.admin).await;
+    eventually("closes that fail", || async {
+        (engine.bodies_seen("/close_session").len() > 50).then_some(())
+    })
+    .await;
+    tagged(&engine, 50).await;
+    // The process after that one knows of them too.
+    agent.kill().unwrap();
+    engine.set_fails_closes(false);
+    let _agent = place.start("", &[]).unwrap();
+    tagged(&engine, 0).await;
+}
+
+#[tokio::test]
+async fn a_tag_s_close_that_fails_is_repeated_and_an_agent_that_stops_waits_for_it() {
+    let (web, engine) = (Web::default(), start_engine(own_addr()).await);
+    let place = AgentPlace::new(AGENT, &engine.url()).unwrap();
+    let agent = place.start("", &[]).unwrap();
+    ready(&web, place.admin).await;
+    tag(&web, &place, 3).await;
+    engine.set_fails_closes(true);
+    let last = json!({"principal": "p", "id": "0", "close": true});
+    let answer = generate(&web, &place, Some(&last), &turn("00 of them", 1)).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    eventually("a close that fails", || async {
+        (!engine.bodies_seen("/close_session").is_empty()).then_some(())
+    })
+    .await;
+    engine.set_fails_closes(false);
+    tagged(&engine, 2).await;
+    let ended = tokio::task::spawn_blocking(move || agent.terminate().unwrap());
+    assert!(ended.await.unwrap().success());
+    assert!(engine.pool(0).await.unwrap().tagged_tokens.is_empty(), "none is left");
+}
+
+#[tokio::test]
+async fn while_the_journal_can_t_be_written_no_tag_begins() {
+    let (web, engine) = (Web::default(), start_engine(own_addr()).await);
+    let place = AgentPlace::new(AGENT, &engine.url()).unwrap();
+    let agent = place.start("", &[]).unwrap();
+    ready(&web, place.admin).await;
+    agent.fill_disk(true).unwrap();
+    tag(&web, &place, 1).await;
+    tagged(&engine, 0).await;
+    let tags = engine.bodies_seen("/generate");
+    assert!(tags.iter().all(|body| !String::from_utf8_lossy(body).contains("session_id")));
+    agent.fill_disk(false).unwrap();
+    eventually("the journal's recovery", || async {
+        (metric(&web, &place, "berth_agent_journal_behind").await? == 0.0).then_some(())
+    })
+    .await;
+    tag(&web, &place, 1).await;
+    tagged(&engine, 1).await;
+    agent.kill().unwrap();
+    let _agent = place.start("", &[]).unwrap();
+    tagged(&engine, 0).await;
+}
+
 #[tokio::test]
 async fn a_folder_that_others_may_write_to_is_refused_and_its_files_stay_whole() {
     use std::os::unix::fs::PermissionsExt;
