@@ -324,7 +324,8 @@ async fn slices_are_separate_devices_with_the_health_of_their_gpu() {
     // The pid of an engine in another container can't be found. The shim still names its slice.
     gpus.set_scheduler(scheduler(None, "2"));
     let named = |snapshot: &Snapshot| snapshot.basis == Basis::Shim;
-    assert_eq!(ours(&snapshot(&gpus, "the named slice", named).await), ["MIG-2"]);
+    let named = snapshot(&gpus, "the named slice", named).await;
+    assert_eq!(ours(&named), ["MIG-2"]);
     gpus.set_scheduler(scheduler(Some(own), "2"));
     let found = |snapshot: &Snapshot| snapshot.basis == Basis::Processes;
     let found = snapshot(&gpus, "the engine's slice", found).await;

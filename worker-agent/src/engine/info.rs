@@ -5,7 +5,7 @@
 
 use proto::{
     count::COUNT_MAX,
-    load::{EngineFacts, EngineRole, KvTransfer, ModelFiles},
+    load::{EngineFacts, KvTransfer, ModelFiles},
 };
 use serde_json::Value;
 
@@ -218,6 +218,8 @@ fn pool_bytes(rank_state: &Value) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use proto::load::EngineRole;
+
     use super::*;
 
     fn server_info() -> Value {

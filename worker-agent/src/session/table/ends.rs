@@ -189,7 +189,6 @@ impl Table {
         let session = &self.sessions[&key];
         if session.turns.was_last_refused && session.state.is_open() {
             self.change_session(&key, |session| session.state.drop_row());
-            self.schedule_deadline(&key);
             self.process_queue(now);
             self.debug_check();
         }

@@ -10,7 +10,7 @@ fn held(rig: &Rig) -> (u32, u64) {
 
 fn rig() -> (Rig, String) {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     let incarnation = rig.pin_holding("s", 24);
     assert_eq!(held(&rig), (1, 32));
     (rig, incarnation)

@@ -147,10 +147,11 @@ fn many_pinned_closes_are_sent_in_turn_and_stay_counted() {
 #[test]
 fn the_shim_s_table_confirms_no_tag_because_it_lists_none() {
     let mut rig = Rig::new();
-    rig.table.handle_shim_up(0, true);
+    rig.shim_up(true);
     let tag = rig.tag("s");
     rig.close("s").unwrap();
-    rig.table.handle_session_table(rig.now, 0, &[]);
+    let part = TablePart { begins_table: true, ends_table: true };
+    rig.table.handle_session_reports(rig.now, 0, part, &[]);
     rig.table.handle_session_gone(rig.now, 0, &tag);
     rig.carry_out();
     assert_eq!(rig.tags_in_journal(), [&*tag]);

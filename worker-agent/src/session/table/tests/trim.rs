@@ -227,7 +227,7 @@ fn a_turn_that_goes_on_outside_its_session_leaves_deltas_nothing_to_continue() {
     let again = trim_plan(turn.rid.clone(), incarnation.clone(), Plan::Refused, [0, 0, 0, 190]);
     assert_eq!(rig.table.handle_plan(rig.now, &again), None);
     rig.end(&turn, finished(160, 8));
-    assert_eq!(rig.table_requests.len(), 1, "only the engine knows the history");
+    assert_eq!(rig.inspections.len(), 1, "only the engine knows the history");
     seen(&mut rig, &incarnation, 168);
     let session = rig.table.get(&key("s")).unwrap();
     assert_eq!((session.history_tokens(), session.client.may_be_ahead), (168, true));
