@@ -348,6 +348,7 @@ impl Owner {
             session_left_out,
             priority_order: self.engine.info().and_then(|info| info.priority_order),
             vocabulary_size,
+            served_model: self.engine.served_model(),
             engine_process: self.engine.process(),
             agent: self.handle.clone(),
             is_sent: false,

@@ -4,8 +4,9 @@
 //! that it returns. This file holds the types of settings, calls and effects. The child `state`
 //! holds one session, and `lifecycle` its life at the engine. The child `table` decides which turns
 //! run, `deltas` which turns a session takes. `turn` and `error` describe turns and refusals,
-//! `prefix_tracker` compares prompts, and `journal` lists the open incarnations in a file. Only
-//! `journal` does I/O. None reads a clock.
+//! `kv_identity` names what KV depends on besides tokens and weights, `prefix_tracker` compares
+//! prompts, and `journal` lists the open incarnations in a file. Only `journal` does I/O. None
+//! reads a clock.
 //!
 //! A session is a conversation of ordered turns. A turn is one request and its answer. It sends a
 //! full history (the whole conversation) or a delta (only new tokens, which the engine appends). An
@@ -18,6 +19,7 @@ mod deltas;
 mod error;
 pub mod handover;
 pub mod journal;
+mod kv_identity;
 mod lifecycle;
 mod prefix_tracker;
 mod state;
@@ -33,6 +35,7 @@ use proto::{
 
 pub use self::{
     error::Error,
+    kv_identity::KvIdentity,
     prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
     state::Session,
     table::{

@@ -18,9 +18,15 @@ fuzz_target!(|input: &[u8]| {
     let kind = ROUTES[usize::from(choice >> 2) % ROUTES.len()].kind;
     let in_session = choice & 1 == 1;
     let retention = if choice & 2 == 2 { Retention::Pinned } else { Retention::Tagged };
-    let context = BodyContext { kind, in_session, vocabulary_size: Some(320), resident_tokens: 7 };
+    let context = BodyContext {
+        kind,
+        in_session,
+        vocabulary_size: Some(320),
+        resident_tokens: 7,
+        served_model: Some("m".into()),
+    };
     let body = Bytes::copy_from_slice(body);
-    let Ok(request) = parse(context, &body) else { return };
+    let Ok(request) = parse(&context, &body) else { return };
     if !kind.has_json_body() {
         let turn = Turn {
             session: None,

@@ -5,13 +5,14 @@
 //! session (chain of turns). Otherwise the engine gets the client's bytes, in which only the keys
 //! that Berth decides are replaced: those that name the turn, its session and its DP rank.
 //!
-//! [`ParsedRequest`] also has upper bounds of the room that the turn needs, and hashes of the
-//! prompt's beginning (from `prompt_start`). This module does no I/O. The session table decides
-//! whether the turn may run.
+//! [`ParsedRequest`] also has upper bounds of the room that the turn needs, hashes of the prompt's
+//! beginning (from `prompt_start`), and which KV the turn can continue (from `kv_identity`). This
+//! module does no I/O. The session table decides whether the turn may run.
 
+mod kv_identity;
 mod prompt_start;
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use bytes::Bytes;
 use proto::{
@@ -33,11 +34,11 @@ use service::refusal::{Code, Refusal};
 
 use crate::{
     engine::PriorityOrder,
-    session::{Need, PromptStart, Turn},
+    session::{KvIdentity, Need, PromptStart, Turn},
 };
 
 /// What is known of a turn before its body is read.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct BodyContext {
     /// The kind of the turn's route.
     pub kind: Kind,
@@ -47,6 +48,8 @@ pub struct BodyContext {
     pub vocabulary_size: Option<u32>,
     /// The number of the prompt's tokens that are in the engine's cache, as the router knows it.
     pub resident_tokens: u64,
+    /// The name of the engine's model, if known. It may contain a colon.
+    pub served_model: Option<Arc<str>>,
 }
 
 /// How the engine can abort a turn.
@@ -100,8 +103,9 @@ const TEMPLATE_TOKENS_MAX: u64 = 256;
 ///
 /// # Errors
 /// A refusal with status 400 that says what to change.
-pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
-    let BodyContext { kind, in_session, vocabulary_size, .. } = context;
+pub fn parse(context: &BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
+    let BodyContext { kind, in_session, vocabulary_size, .. } = *context;
+    let served_model = context.served_model.as_deref();
     if !kind.has_json_body() {
         return Ok(unread(kind, bytes.len()));
     }
@@ -134,7 +138,11 @@ pub fn parse(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refus
     } else {
         PromptStart::default()
     };
-    let need = read_need(context, &object, bytes.len());
+    let kv = match in_session {
+        true => kv_identity::read_kv_identity(kind, &object, served_model),
+        false => KvIdentity::UNKNOWN,
+    };
+    let need = Need { kv, ..read_need(kind, context.resident_tokens, &object, bytes.len()) };
     let takes_priority = kind.is_generation() && kind != Kind::Messages;
     let has_priority = object.get("priority").is_some_and(|value| value.get() != "null");
     Ok(ParsedRequest {
@@ -166,6 +174,7 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
             ignores_eos: false,
             likely_answer_tokens: None,
             resident_tokens: 0,
+            kv: KvIdentity::UNKNOWN,
         },
         prompt_start: PromptStart::default(),
         client_rid: None,
@@ -223,8 +232,7 @@ impl ParsedRequest {
 }
 
 /// Returns upper bounds of what a turn needs from the engine.
-fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Need {
-    let BodyContext { kind, resident_tokens, .. } = context;
+fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: usize) -> Need {
     let is_true = |value: &RawValue| value.get() == "true";
     if kind != Kind::Generate {
         let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
@@ -238,6 +246,7 @@ fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Ne
             likely_answer_tokens: None,
             ignores_eos: object.get("ignore_eos").is_some_and(is_true),
             resident_tokens,
+            kv: KvIdentity::UNKNOWN,
         };
     }
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
@@ -261,6 +270,7 @@ fn read_need(context: BodyContext, object: &Object<'_>, body_bytes: usize) -> Ne
         is_exact,
         ignores_eos,
         resident_tokens,
+        kv: KvIdentity::UNKNOWN,
     }
 }
 
@@ -503,12 +513,13 @@ mod tests {
     }
 
     fn context(kind: Kind, in_session: bool, vocabulary_size: Option<u32>) -> BodyContext {
-        BodyContext { kind, in_session, vocabulary_size, resident_tokens: 0 }
+        let served_model = Some("m:8b".into());
+        BodyContext { kind, in_session, vocabulary_size, resident_tokens: 0, served_model }
     }
 
     fn sent(kind: Kind, retention: Option<Retention>, body: &str) -> Result<Value, Code> {
         let bytes = Bytes::copy_from_slice(body.as_bytes());
-        let parsed = parse(context(kind, retention.is_some(), Some(320)), &bytes);
+        let parsed = parse(&context(kind, retention.is_some(), Some(320)), &bytes);
         let body =
             parsed.map_err(|refusal| refusal.code)?.engine_body(&bytes, &turn(retention), "R");
         Ok(serde_json::from_slice(&body.concat()).unwrap())
@@ -540,7 +551,7 @@ mod tests {
         use PriorityOrder::{GreatestFirst, LeastFirst};
         let added = |kind, body: &str, order| {
             let bytes = Bytes::copy_from_slice(body.as_bytes());
-            let mut parsed = parse(context(kind, false, None), &bytes).unwrap();
+            let mut parsed = parse(&context(kind, false, None), &bytes).unwrap();
             let hints = TurnHints { priority: Some(7), ..TurnHints::default() };
             parsed.apply_hints(hints, order);
             let body = parsed.engine_body(&bytes, &turn(None), "R").concat();
@@ -641,7 +652,7 @@ mod tests {
             (Kind::Responses, r#"{"input":"a"}"#, AbortReach::Turn),
         ] {
             let bytes = Bytes::from_static(body.as_bytes());
-            assert_eq!(parse(context(kind, false, None), &bytes).unwrap().reach, reach, "{body}");
+            assert_eq!(parse(&context(kind, false, None), &bytes).unwrap().reach, reach, "{body}");
         }
     }
 
@@ -657,7 +668,7 @@ mod tests {
     fn what_a_turn_may_need_is_never_underestimated() {
         let of = |kind, body: &'static str| {
             let bytes = Bytes::from_static(body.as_bytes());
-            let need = parse(context(kind, false, None), &bytes).unwrap().need;
+            let need = parse(&context(kind, false, None), &bytes).unwrap().need;
             (need.prompt_tokens, need.answer_tokens, need.is_exact)
         };
         let generate = |body| of(Kind::Generate, body);
@@ -682,8 +693,8 @@ mod tests {
     #[test]
     fn an_unknown_vocabulary_still_refuses_what_no_model_has() {
         let bytes = Bytes::from_static(br#"{"input_ids":[5000]}"#);
-        assert!(parse(context(Kind::Generate, false, None), &bytes).is_ok());
+        assert!(parse(&context(Kind::Generate, false, None), &bytes).is_ok());
         let bytes = Bytes::from_static(br#"{"input_ids":[-1]}"#);
-        assert!(parse(context(Kind::Generate, false, None), &bytes).is_err());
+        assert!(parse(&context(Kind::Generate, false, None), &bytes).is_err());
     }
 }

@@ -192,8 +192,14 @@ async fn serve_turn(
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
     let vocabulary_size = lease.vocabulary_size;
-    let body_context =
-        BodyContext { kind: route.kind, in_session, vocabulary_size, resident_tokens };
+    let served_model = lease.served_model.clone();
+    let body_context = BodyContext {
+        kind: route.kind,
+        in_session,
+        vocabulary_size,
+        resident_tokens,
+        served_model,
+    };
     let mut parsed = parse_body(body_context, &held_body.bytes).await?;
     parsed.apply_hints(hints, lease.priority_order);
     parsed.apply_bootstrap(bootstrap);
@@ -386,10 +392,10 @@ const PARSED_ON_THIS_THREAD_BYTES_MAX: usize = 128 * 1024;
 
 async fn parse_body(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
     if bytes.len() <= PARSED_ON_THIS_THREAD_BYTES_MAX {
-        return request::parse(context, bytes);
+        return request::parse(&context, bytes);
     }
     let bytes = bytes.clone();
-    let parse = move || request::parse(context, &bytes);
+    let parse = move || request::parse(&context, &bytes);
     let parsed = tokio::task::spawn_blocking(parse).await;
     parsed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }

@@ -4,7 +4,10 @@
 //! the engine's process ends, all its sessions are lost. The owner task tells the session table and
 //! the ledger what follows from the news.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::load::EngineRole;
 use tracing::{error, info, warn};
@@ -19,6 +22,8 @@ use crate::engine::{
 pub(super) struct EngineState {
     /// The engine's description; `None` if no engine process is known.
     info: Option<Box<EngineInfo>>,
+    /// The name of its model, which turns need while their bodies are read.
+    served_model: Option<Arc<str>>,
     /// Why the engine can't take turns; `None` while it can.
     down_reason: Option<String>,
     /// Why a prefill engine can hand over no KV; `None` while it can, and for other engines.
@@ -40,6 +45,7 @@ impl EngineState {
     pub(super) fn new(stall_max: Duration, silent_max: Duration) -> Self {
         Self {
             info: None,
+            served_model: None,
             down_reason: Some("the engine has not answered yet".to_owned()),
             bootstrap_reason: None,
             stuck_reason: None,
@@ -96,6 +102,7 @@ impl EngineState {
             self.bootstrap_reason =
                 has_bootstrap.then(|| "its bootstrap server was not tried yet".to_owned());
         }
+        self.served_model = info.facts.models.first().map(|name| Arc::from(name.as_str()));
         self.info = Some(info);
         self.down_reason = None;
     }
@@ -112,6 +119,11 @@ impl EngineState {
     /// Whether the engine runs whole turns, so that a prompt may be computed in stages before.
     pub(super) fn runs_whole_turns(&self) -> bool {
         self.info().is_none_or(|info| info.facts.role() == EngineRole::Aggregated)
+    }
+
+    /// Returns the name of the engine's model, if known.
+    pub(super) fn served_model(&self) -> Option<Arc<str>> {
+        self.served_model.clone()
     }
 
     /// Notes which adapters the engine has. Returns whether these are others than before.

@@ -221,6 +221,8 @@ pub struct Lease {
     pub priority_order: Option<PriorityOrder>,
     /// The size of the model's vocabulary, if known.
     pub vocabulary_size: Option<u32>,
+    /// The name of the engine's model, if known.
+    pub served_model: Option<Arc<str>>,
     /// The number of the engine process that the turn is for: how many were known before it.
     pub engine_process: u64,
     pub(super) agent: AgentHandle,

@@ -7,6 +7,8 @@
 
 use proto::{id::SessionKey, load::Retention};
 
+use super::KvIdentity;
+
 /// How an admitted turn is sent to the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
@@ -119,6 +121,8 @@ pub struct Need {
     /// Leading prompt tokens that are in the engine's cache, as the turn's sender says (a router,
     /// usually). The engine doesn't compute these tokens, but they need room too.
     pub resident_tokens: u64,
+    /// Which KV the turn can continue. No bound.
+    pub kv: KvIdentity,
 }
 
 impl RouteTurns {

@@ -25,7 +25,10 @@ use proto::{claim::Claim, load::Retention};
 
 use self::rig::{Answer, Inside, Rig};
 use super::*;
-use crate::{guard::Guards, session::ShareSettings};
+use crate::{
+    guard::Guards,
+    session::{KvIdentity, ShareSettings},
+};
 
 const IDLE: Duration = Duration::from_secs(60);
 const DEMOTE: Duration = Duration::from_secs(20);

@@ -9,6 +9,7 @@ const SMALL: Need = Need {
     is_exact: true,
     ignores_eos: false,
     resident_tokens: 0,
+    kv: KvIdentity::NONE,
 };
 
 fn claim(rig: &mut Rig, claim: &Claim) -> String {

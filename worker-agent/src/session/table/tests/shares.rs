@@ -39,6 +39,7 @@ const SMALL: Need = Need {
     is_exact: true,
     ignores_eos: false,
     resident_tokens: 0,
+    kv: KvIdentity::NONE,
 };
 
 /// An engine of 32 rows with room for many small sessions.
