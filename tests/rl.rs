@@ -218,3 +218,68 @@ async fn a_trainer_updates_in_buckets_between_begin_and_end() {
     assert_eq!(turn.status, 200, "nothing old is left: {}", turn.text());
     assert!(turn.header("x-berth-weights").ends_with("/step-9"));
 }
+
+/// Sends a delta with further members.
+async fn delta_with(cluster: &Cluster, id: &str, text: &str, more: &Value) -> Answer {
+    let mut body = text_turn(text, 3);
+    body["session_params"] = json!({ "id": id });
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    cluster.post("/generate", &[], &body).await
+}
+
+/// Loads or unloads the adapter `sql`, and waits until the router knows that.
+async fn change_adapter(cluster: &Cluster, path: &str, then: Value) {
+    let body = json!({"lora_name": "sql", "lora_path": "/models/sql"});
+    let changed = control(cluster, path, &body).await;
+    assert_eq!(changed.status, 200, "{}", changed.text());
+    let is_known = |worker: &Value| worker["engine"]["adapters"] == then;
+    cluster.wait_for_worker(0, "the adapters", is_known).await;
+}
+
+#[tokio::test]
+async fn a_delta_under_another_salt_or_adapter_is_refused_and_the_session_goes_on() {
+    let cluster = start(1, |settings| settings.engine.enable_lora = true).await;
+    change_adapter(&cluster, "/load_lora_adapter", json!(["sql"])).await;
+    cluster.open_pinned("s").await;
+    let own = json!({"lora_path": "sql", "cache_salt": "a"});
+    let first = delta_with(&cluster, "s", "one", &own).await;
+    assert_eq!(first.status, 200, "{}", first.text());
+    for other in [
+        json!({}),
+        json!({"lora_path": "sql"}),
+        json!({"cache_salt": "a"}),
+        json!({"lora_path": "sql", "cache_salt": "b"}),
+        json!({"lora_path": "sql", "cache_salt": "a", "extra_key": "k"}),
+    ] {
+        let refused = delta_with(&cluster, "s", " two", &other).await;
+        assert_eq!(refusal(&refused), (409, "other_kv".to_owned()), "{other}");
+    }
+    let second = delta_with(&cluster, "s", " two", &own).await;
+    assert_eq!(second.status, 200, "{}", second.text());
+    let prompt_tokens = |answer: &Answer| answer.json()["meta_info"]["prompt_tokens"].as_u64();
+    let grown = prompt_tokens(&first).unwrap() + 3 + 4;
+    assert_eq!(prompt_tokens(&second), Some(grown), "nothing else was appended");
+}
+
+#[tokio::test]
+async fn a_session_of_an_adapter_that_is_loaded_anew_says_so_and_goes_on_anew() {
+    let cluster = start(1, |settings| settings.engine.enable_lora = true).await;
+    change_adapter(&cluster, "/load_lora_adapter", json!(["sql"])).await;
+    let sql = json!({"lora_path": "sql"});
+    for (id, more) in [("s", &sql), ("plain", &json!({}))] {
+        cluster.open_pinned(id).await;
+        let turn = delta_with(&cluster, id, "one", more).await;
+        assert_eq!(turn.status, 200, "{}", turn.text());
+    }
+    change_adapter(&cluster, "/unload_lora_adapter", json!([])).await;
+    change_adapter(&cluster, "/load_lora_adapter", json!(["sql"])).await;
+    let refused = delta_with(&cluster, "s", " two", &sql).await;
+    assert_eq!(refusal(&refused), (409, "adapter_changed".to_owned()));
+    let plain = delta_with(&cluster, "plain", " two", &json!({})).await;
+    assert_eq!(plain.status, 200, "no KV of the adapter: {}", plain.text());
+    let pinned = json!({"session_id": "s", "retention": "pinned"});
+    let opened = cluster.post("/v1/sessions", &[], &pinned).await;
+    assert_eq!((opened.status.as_u16(), &opened.json()["turns"]), (200, &json!(0)));
+    let again = delta_with(&cluster, "s", "one and two", &sql).await;
+    assert_eq!(again.status, 200, "{}", again.text());
+}

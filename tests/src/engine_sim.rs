@@ -65,7 +65,7 @@ pub struct Config {
     /// Says that the hierarchical cache has this storage back end; the simulator stores nothing.
     #[arg(long)]
     pub hicache_storage_backend: Option<String>,
-    /// Lists the LoRA adapters that [`EngineSim::set_adapters`] has set; answers ignore them.
+    /// Loads, unloads and lists LoRA adapters; answers ignore them.
     #[arg(long)]
     pub enable_lora: bool,
     /// The device type that the server says it runs on; the simulator runs on none.

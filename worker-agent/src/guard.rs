@@ -121,11 +121,14 @@ pub enum Guard {
     IdleCapped,
     /// No turn of a pinned session continues KV that the engine computed with older weights.
     WeightsFence,
+    /// No delta continues KV of another adapter, cache salt or extra key, and no turn KV of an
+    /// adapter that was loaded or unloaded since.
+    KvIdentity,
 }
 
 impl Guard {
     /// All guards.
-    pub const ALL: [Self; 44] = [
+    pub const ALL: [Self; 45] = [
         Self::OneTurn,
         Self::EndAcknowledged,
         Self::RowsReserve,
@@ -170,6 +173,7 @@ impl Guard {
         Self::QueueShare,
         Self::IdleCapped,
         Self::WeightsFence,
+        Self::KvIdentity,
     ];
 }
 

@@ -262,6 +262,8 @@ pub enum SessionEvent {
     EngineLost,
     /// The session was closed because the engine's weights changed.
     WeightsChanged,
+    /// The session was closed because the adapter of its KV was loaded or unloaded.
+    AdapterChanged,
 }
 
 impl SessionEvent {
@@ -279,6 +281,7 @@ impl SessionEvent {
             Self::Corrupt => "corrupt",
             Self::EngineLost => "engine_lost",
             Self::WeightsChanged => "weights_changed",
+            Self::AdapterChanged => "adapter_changed",
         }
     }
 }

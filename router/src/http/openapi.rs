@@ -108,6 +108,7 @@ const DEMOTION: &[Code] = &[
     Code::HistoryUnknown,
     Code::KvCorrupt,
     Code::WeightsChanged,
+    Code::AdapterChanged,
     Code::QueuePlaces,
     Code::EngineDown,
     Code::Stopping,

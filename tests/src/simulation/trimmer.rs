@@ -14,6 +14,7 @@ use worker_agent::{
 use super::{
     engine::TurnId,
     turns::{Ended, Turn},
+    weights::Salt,
     world::{Event, World},
 };
 use crate::engine_sim::{
@@ -29,6 +30,8 @@ const ANSWER_MAX: Duration = Duration::from_secs(2);
 pub(super) struct Trimmer {
     /// The context of each streaming session; None if it is unknown.
     contexts: BTreeMap<String, Option<Vec<u32>>>,
+    /// The cache salt of each session that has a history.
+    salts: BTreeMap<String, Salt>,
     questions: BTreeMap<u64, Question>,
 }
 
@@ -59,6 +62,12 @@ impl Trimmer {
 
     pub(super) fn closed(&mut self, id: &str) {
         self.contexts.remove(id);
+        self.salts.remove(id);
+    }
+
+    /// Whether a session's history has KV of another salt.
+    pub(super) fn is_other(&self, id: &str, salt: Salt) -> bool {
+        self.salts.get(id).is_some_and(|own| *own != salt)
     }
 
     /// Returns the tag of a turn that doesn't run in its session. The shim takes the tag from a turn
@@ -75,9 +84,11 @@ impl Trimmer {
         self.contexts.insert(id.to_owned(), None);
     }
 
-    fn plan(&self, rid: &str, id: &str, ids: &[u32], trim: TrimRequest) -> RunPlan {
+    fn plan(&self, turn: &Turn, id: &str, trim: TrimRequest) -> RunPlan {
         let TrimRequest { tokens_max, must_continue } = trim;
-        let context = self.contexts.get(id).and_then(Option::as_ref);
+        let (rid, ids) = (&turn.rid, &turn.ids);
+        let is_other = self.is_other(id, turn.kv.salt);
+        let context = self.contexts.get(id).and_then(Option::as_ref).filter(|_| !is_other);
         let same = context.map_or(0, |context| {
             context.iter().zip(ids).take_while(|(one, other)| one == other).count()
         });
@@ -108,7 +119,11 @@ impl Trimmer {
     }
 
     /// Updates the session's context at the end of a turn.
-    pub(super) fn ended(&mut self, id: &str, sent: &[u32], output: &Output, tokens: &[u32]) {
+    pub(super) fn ended(&mut self, id: &str, turn: &Turn, output: &Output, tokens: &[u32]) {
+        let sent = &turn.sent;
+        if !matches!(output.finish, Some(Finish::Abort { .. })) {
+            self.salts.insert(id.to_owned(), turn.kv.salt);
+        }
         let Some(context) = self.contexts.get_mut(id) else { return };
         match &output.finish {
             // A retracted turn's tokens may have been committed before the abort.
@@ -130,7 +145,7 @@ impl World {
     /// Plans a marked turn that has reached the engine's first process.
     pub(super) fn plan_turn(&mut self, id: TurnId, incarnation: &str, trim: TrimRequest) {
         let turn = &self.turns[&id];
-        let goes = self.trimmer.plan(&turn.rid, incarnation, &turn.ids, trim);
+        let goes = self.trimmer.plan(turn, incarnation, trim);
         if !goes.asks || self.agent.is_none() {
             return self.deliver_plan(id, goes);
         }
@@ -175,7 +190,7 @@ impl World {
         let plan = |(id, tokens_max): (String, u64)| {
             self.check_reopened(turn, &asked.planned.incarnation, &id);
             let trim = TrimRequest { tokens_max, must_continue };
-            self.trimmer.plan(&turn.rid, &id, &turn.ids, trim)
+            self.trimmer.plan(turn, &id, trim)
         };
         let again = run.map(plan);
         let planned = asked.planned;

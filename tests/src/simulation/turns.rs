@@ -11,6 +11,7 @@ use super::{
     answers::read,
     calls::Task,
     engine::{Command, TurnId},
+    weights::TurnKv,
     world::{Event, World},
 };
 use crate::engine_sim::{
@@ -104,8 +105,7 @@ pub(super) struct Turn {
     /// When the turn entered the scheduler; `inside` says whether it is still there.
     pub(super) entered: Option<Duration>,
     pub(super) inside: bool,
-    /// Whether the turn runs in a session whose KV is of older weights.
-    pub(super) continues_old_kv: bool,
+    pub(super) kv: TurnKv,
 }
 
 impl Turn {
@@ -199,6 +199,7 @@ impl World {
             prompt_tokens: if turn.exact { prompt_tokens } else { prompt_tokens * 2 + 1 },
             answer_tokens: Some(turn.max_new as u64),
             is_exact: turn.exact,
+            kv: turn.kv.identity(),
             ..Need::default()
         };
         let rid = turn.rid.clone();
@@ -322,19 +323,18 @@ impl World {
     pub(super) fn engine_ended(&mut self, id: TurnId, output: Output, tokens: Vec<u32>) {
         let turn = self.turn(id);
         turn.inside = false;
-        let (rid, finish) = (turn.rid.clone(), output.finish.clone());
-        let retracted = output.retractions;
+        let (rid, retracted) = (turn.rid.clone(), output.retractions);
         self.counts.retracted += u64::from(retracted);
         let turn = &self.turns[&id];
         let pinned = turn.is_pinned();
         if let Some(incarnation) = turn.incarnation().filter(|_| pinned) {
-            self.trimmer.ended(incarnation, &turn.sent, &output, &tokens);
+            self.trimmer.ended(incarnation, turn, &output, &tokens);
             if turn.delta() && !matches!(output.finish, Some(Finish::Abort { .. })) {
                 self.appended_to.insert(incarnation.to_owned());
             }
         }
         self.counts.retracted_pinned += u64::from(pinned && retracted > 0);
-        self.note(|| format!("engine ends {rid}: {finish:?}, {retracted} retractions"));
+        self.note(|| format!("engine ends {rid}: {:?}, {retracted} retractions", output.finish));
         if self.turn(id).connected {
             let leaves = self.plan.faults.client_leaves;
             if self.odds(leaves / 4) {

@@ -407,7 +407,7 @@ impl World {
             arrived: false,
             entered: None,
             inside: false,
-            continues_old_kv: false,
+            kv: self.choose_kv(number),
             runs_in: None,
             sent: Vec::new(),
         };

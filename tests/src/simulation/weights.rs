@@ -1,4 +1,4 @@
-//! Changes of the engine's weights and flushes, and the check that no turn continues older KV.
+//! Which KV turns continue: none of older weights, and none of another cache salt.
 //!
 //! The agent holds its turns back while the engine changes the weights, as its control routes do.
 //! The engine changes them when nothing runs in it. It tells the agent before it runs a turn that
@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use worker_agent::session::{Error, WeightsReport};
+use worker_agent::session::{Error, KvIdentity, WeightsReport};
 
 use super::{
     engine::{Rank, TurnId},
@@ -29,6 +29,27 @@ pub(super) struct KvAges {
     oldest: Option<u64>,
     /// The oldest weights of the KV in each incarnation.
     by_incarnation: BTreeMap<String, u64>,
+}
+
+/// The cache salt of a turn; 0 for none.
+pub(super) type Salt = u8;
+
+/// Which KV a turn wants, and what it got.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct TurnKv {
+    pub(super) salt: Salt,
+    /// Whether the turn runs in a session whose KV is of older weights.
+    continues_old: bool,
+    /// Whether the turn runs in a session whose KV is of another salt.
+    continues_other: bool,
+}
+
+impl TurnKv {
+    /// Returns what the data port reads from the body.
+    pub(super) fn identity(self) -> KvIdentity {
+        let salt = self.salt.to_string();
+        KvIdentity::new(None, Some(&*salt).filter(|_| self.salt > 0), None)
+    }
 }
 
 impl KvAges {
@@ -114,12 +135,22 @@ impl World {
         self.call_table(|table, now| table.handle_weights_report(now, report));
     }
 
+    /// Chooses the salt of a client's turn: usually its own.
+    pub(super) fn choose_kv(&mut self, user: usize) -> TurnKv {
+        let is_own = self.rng.u32(..16) > 0;
+        let salt = u8::from((user % 2 == 0) != is_own);
+        TurnKv { salt, ..TurnKv::default() }
+    }
+
     /// Notes which KV a turn that enters the scheduler continues.
     pub(super) fn record_kv_age(&mut self, id: TurnId) {
         let turn = &self.turns[&id];
         let incarnation = turn.incarnation().filter(|_| turn.is_pinned()).map(str::to_owned);
-        let continues_old_kv = self.kv_ages.enter(incarnation.as_deref());
-        self.turn(id).continues_old_kv = continues_old_kv;
+        let salt = turn.kv.salt;
+        let continues_other =
+            incarnation.as_ref().is_some_and(|own| self.trimmer.is_other(own, salt));
+        let continues_old = self.kv_ages.enter(incarnation.as_deref());
+        self.turn(id).kv = TurnKv { salt, continues_old, continues_other };
     }
 
     /// Returns the agent's refusal of a turn during which the weights have changed.
@@ -143,7 +174,8 @@ impl World {
             (None, Some(Finish::Abort { message, .. })) => Reply::Engine(message),
             (None, _) => {
                 let turn = &self.turns[&id];
-                assert!(!turn.continues_old_kv, "{} continues KV of older weights", turn.rid);
+                assert!(!turn.kv.continues_old, "{} continues KV of older weights", turn.rid);
+                assert!(!turn.kv.continues_other, "{} continues KV of another salt", turn.rid);
                 Reply::Answer
             }
         }

@@ -29,6 +29,8 @@ pub struct ControlRequest {
     pub flush_cache: bool,
     /// The kinds of memory to release or to resume; none means all.
     pub tags: Option<Vec<String>>,
+    /// The name of the adapter to load or to unload.
+    pub lora_name: Option<String>,
 }
 
 /// What became of a control call.
@@ -68,7 +70,7 @@ const NOT_FLUSHED: &str = "Weights were updated, but the cache was not flushed";
 
 impl Default for ControlRequest {
     fn default() -> Self {
-        Self { flush_cache: true, tags: None }
+        Self { flush_cache: true, tags: None, lora_name: None }
     }
 }
 
@@ -79,7 +81,7 @@ impl ControlRequest {
         if body.is_empty() {
             return Self::default();
         }
-        let unknown = Self { flush_cache: false, tags: None };
+        let unknown = Self { flush_cache: false, ..Self::default() };
         serde_json::from_slice(body).unwrap_or(unknown)
     }
 

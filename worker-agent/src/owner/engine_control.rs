@@ -198,6 +198,9 @@ impl Owner {
             Effect::ResumeMemory if request.has_tag("weights") => {
                 self.table.handle_weights_changed(now(), false, false);
             }
+            Effect::Adapters => {
+                self.table.handle_adapter_changed(now(), request.lora_name.as_deref());
+            }
             _ => {}
         }
     }

@@ -34,6 +34,7 @@ impl Owner {
             EngineNews::Sample(sample) => self.handle_engine_sample(sample),
             EngineNews::Adapters(adapters) => {
                 if self.engine.set_adapters(adapters) {
+                    self.check_adapters();
                     self.publish_description();
                 }
             }
@@ -78,12 +79,24 @@ impl Owner {
             self.reporter.publish_description(&info, self.offer(&info), abilities);
         }
         let had_adapters = self.engine.info().map(|known| known.facts.adapters.clone());
-        let has_changed = had_adapters.is_some_and(|adapters| adapters != info.facts.adapters);
+        let has_changed = had_adapters.as_ref().is_some_and(|had| *had != info.facts.adapters);
         self.engine.set_up(info);
+        // The sessions that the last agent process handed over may have KV of any adapter.
+        if has_changed || had_adapters.is_none() {
+            self.check_adapters();
+        }
         if has_changed {
             self.publish_description();
         }
         self.refresh_retentions();
+    }
+
+    /// Closes the sessions that have KV of an adapter that the engine no longer has.
+    fn check_adapters(&mut self) {
+        let adapters = self.engine.info().and_then(|info| info.facts.adapters.as_deref());
+        if let Some(adapters) = adapters {
+            self.table.handle_adapters(now(), adapters);
+        }
     }
 
     fn handle_engine_sample(&mut self, mut sample: LoadSample) {

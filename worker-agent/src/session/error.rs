@@ -139,6 +139,19 @@ pub enum Error {
          was closed; open it again and send the full history"
     )]
     WeightsChanged,
+    /// The session was closed because its KV is of an adapter that was loaded or unloaded since.
+    #[error(
+        "the adapter of this session was loaded or unloaded, so the session's KV may be of another \
+         one of that name and it was closed; open it again and send the full history"
+    )]
+    AdapterChanged,
+    /// A delta names another adapter, cache salt or extra key than the session's KV has.
+    #[error(
+        "this session's KV was computed with another adapter, `cache_salt` or `extra_key` than \
+         this turn names, or that isn't known, so the turn was not run; name the session's, or \
+         open another session and send the full history"
+    )]
+    OtherKv,
     /// The engine's cache may hold KV of older weights, with which a pinned session would begin.
     #[error(
         "the engine's weights changed without a flush, so its cache holds KV of older weights, and \

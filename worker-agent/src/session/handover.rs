@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use service::clock::BootTime;
 
 use super::{
+    KvIdentity,
     lifecycle::GoneReason,
     state::{Chooser, ClientHistory, Sharing},
 };
@@ -84,6 +85,9 @@ pub struct HandedSession {
     /// The digest of the session that started this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) parent: Option<u64>,
+    /// Which KV the session has; `None` if that isn't known, as after an agent that didn't say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) kv: Option<KvIdentity>,
     /// What the agent knew of the engine's weights; the same for all sessions.
     #[serde(default)]
     pub(super) weights: HandedWeights,

@@ -174,6 +174,8 @@ pub(super) enum GoneReason {
     NotTakenOver,
     /// The engine's weights changed, so the session's KV is of older weights.
     WeightsChanged,
+    /// The adapter that has computed the session's KV was loaded or unloaded since.
+    AdapterChanged,
 }
 
 impl GoneReason {
@@ -186,6 +188,7 @@ impl GoneReason {
             Self::Reclaimed => Error::Reclaimed,
             Self::NotTakenOver => Error::NotTakenOver,
             Self::WeightsChanged => Error::WeightsChanged,
+            Self::AdapterChanged => Error::AdapterChanged,
         }
     }
 }

@@ -14,7 +14,7 @@ use proto::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    PrefixTracker, Usage,
+    KvIdentity, PrefixTracker, Usage,
     deltas::Deltas,
     lifecycle::{GoneReason, Kv, State},
 };
@@ -96,6 +96,11 @@ pub(super) struct TurnCounts {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct EngineHistory {
     pub(super) tokens: u64,
+    /// Which KV the session has, if it is pinned; `None` if that isn't known, or before its first
+    /// turn.
+    pub(super) kv: Option<KvIdentity>,
+    /// Whether the adapter of that KV was loaded or unloaded while a turn of the session ran.
+    pub(super) is_adapter_gone: bool,
     /// Whether an audit found the KV corrupt while a turn of the session ran.
     pub(super) is_corrupt: bool,
 }
@@ -341,6 +346,23 @@ impl Session {
     pub(super) fn lose(&mut self, reason: GoneReason) {
         self.history = EngineHistory::default();
         self.state.lose(reason);
+    }
+
+    /// Whether a turn with this identity continues the session's KV. It does if there is none yet.
+    pub(super) fn has_kv_of(&self, turn: KvIdentity) -> bool {
+        self.history.tokens == 0 || self.history.kv.is_some_and(|own| own.matches(turn))
+    }
+
+    /// Whether it is certain that a turn with this identity doesn't continue the session's KV.
+    pub(super) fn has_other_kv(&self, turn: KvIdentity) -> bool {
+        let is_certain = turn.is_known() && self.history.kv.is_some();
+        is_certain && !self.has_kv_of(turn)
+    }
+
+    /// Notes which KV the session has from now on: that of a turn that begins its history, or that
+    /// the shim found to continue it.
+    pub(super) fn record_kv(&mut self, turn: KvIdentity) {
+        self.history.kv = Some(turn).filter(|turn| turn.is_known()).or(self.history.kv);
     }
 
     /// Begins the session anew in `state`, without a history.

@@ -29,9 +29,9 @@
 //! `shares` bounds what one principal may have, `closing` closes incarnations, `engine` handles
 //! reports of the engine and the shim, `trim` runs full histories in pinned sessions, `handover`
 //! hands the sessions over to the next agent process, `tags` closes the tags of sessions, `backlog`
-//! estimates the prompt tokens that wait, `weights` keeps sessions from KV of older weights, and
-//! `volatile_prefix` looks for texts that change from turn to turn. `invariants` checks the
-//! promises.
+//! estimates the prompt tokens that wait, `weights` keeps sessions from KV of older weights and
+//! `adapters` from that of replaced adapters, and `volatile_prefix` looks for texts that change from
+//! turn to turn. `invariants` checks the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -41,11 +41,13 @@
 //! - The engine keeps no tag without its session: each is in the journal until it is closed.
 //! - An incarnation id is never used twice, so a late close can't hit a later incarnation.
 //! - Nothing is appended to a history that the agent isn't sure of.
-//! - No pinned turn continues KV that the engine computed with older weights.
+//! - No pinned turn continues KV that the engine computed with older weights, another adapter, or
+//!   another cache salt or extra key.
 //! - No full history (a turn with the whole conversation) replaces a history that clients append
 //!   deltas to (turns with only new tokens), and no delta is appended to a history that a full
 //!   history has replaced. A client allows both when it opens the session again.
 
+mod adapters;
 mod admission;
 mod backlog;
 mod capacity;

@@ -141,6 +141,14 @@ codes! {
             "the engine's [weights](rl.md) changed, and the KV of the session, or in the cache, is \
              of older ones",
             "open it again, send the full history; if the message says so, flush the cache";
+        AdapterChanged "adapter_changed" CONFLICT Agent AfterChange,
+            "the [adapter](rl.md#adapters) of the session was loaded or unloaded, so its KV may be \
+             of another one of that name",
+            "open it again, send the full history";
+        OtherKv "other_kv" CONFLICT Agent AfterChange,
+            "the delta names another adapter, `cache_salt` or `extra_key` than the session's KV \
+             has; the session is unchanged",
+            "name the session's, or open another session, send the full history";
         SessionOpenOtherwise "session_open_otherwise" CONFLICT Agent AfterChange,
             "the session is open with another retention",
             "close it first, or open it as it is";

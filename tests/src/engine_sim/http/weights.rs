@@ -288,12 +288,43 @@ pub(super) async fn stop_profile() -> Response {
     (StatusCode::OK, "Stop profiling. This will take some time.\n").into_response()
 }
 
-/// Refuses an adapter, as an engine without `--enable-lora` does.
-pub(super) async fn adapter(body: Bytes) -> Response {
-    if serde_json::from_slice::<Map<String, Value>>(&body).is_err() {
+/// Loads an adapter, which answers ignore.
+pub(super) async fn load_adapter(State(app): AppState, body: Bytes) -> Response {
+    change_adapters(&app, &body, |loaded, name| {
+        let is_new = !loaded.iter().any(|own| own == name);
+        loaded.extend(is_new.then(|| name.to_owned()));
+        is_new
+    })
+}
+
+/// Unloads an adapter.
+pub(super) async fn unload_adapter(State(app): AppState, body: Bytes) -> Response {
+    change_adapters(&app, &body, |loaded, name| {
+        let before = loaded.len();
+        loaded.retain(|own| own != name);
+        loaded.len() < before
+    })
+}
+
+/// Changes the adapters by the request's name. Refuses what `change` doesn't do, and anything
+/// without `--enable-lora`.
+fn change_adapters(
+    app: &App,
+    body: &Bytes,
+    change: impl FnOnce(&mut Vec<String>, &str) -> bool,
+) -> Response {
+    let Ok(body) = serde_json::from_slice::<Map<String, Value>>(body) else {
         return object_error(StatusCode::BAD_REQUEST, "Bad Request", "the body is no object");
-    }
-    let message = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA.";
+    };
+    let name = body.get("lora_name").and_then(Value::as_str).unwrap_or_default();
+    let message = if !app.config.enable_lora {
+        "LoRA is not enabled. Please set `--enable-lora` to enable LoRA.".to_owned()
+    } else if change(&mut app.adapters.lock(), name) {
+        let body = json!({ "success": true, "error_message": "", "loaded_adapters": {} });
+        return json_response(StatusCode::OK, &body);
+    } else {
+        format!("LoRA adapter '{name}' is loaded already, or not loaded.")
+    };
     let body = json!({ "success": false, "error_message": message, "loaded_adapters": null });
     json_response(StatusCode::BAD_REQUEST, &body)
 }

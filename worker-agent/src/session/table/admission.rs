@@ -159,6 +159,10 @@ impl Table {
         if at_turn_limit || at_share == Some(TurnShare::All) {
             return Ok(Verdict::Wait);
         }
+        // The shim compares a full history, and knows what the engine takes for it.
+        if is_delta && !session.has_kv_of(need.kv) && guards.is_on(Guard::KvIdentity) {
+            return Err(Error::OtherKv);
+        }
         let has_auto_retention = session.has_auto_retention();
         match self.decide_pinned(now, &key, need, is_delta) {
             // If there is no room in a session that the agent pinned on its own, the session loses
@@ -380,6 +384,8 @@ impl Table {
             }
             if session.history.tokens == 0 {
                 session.kv_epoch = turn.weights_epoch;
+                (session.history.kv, session.history.is_adapter_gone) = (None, false);
+                session.record_kv(need.kv);
             }
             session.state.reserve(target_tokens)
         });

@@ -85,6 +85,7 @@ impl Table {
             GoneReason::EngineRestarted => SessionEvent::EngineLost,
             GoneReason::NotTakenOver => SessionEvent::NotTakenOver,
             GoneReason::WeightsChanged => SessionEvent::WeightsChanged,
+            GoneReason::AdapterChanged => SessionEvent::AdapterChanged,
         };
         self.effects.report_event(key, event);
         self.answer_run_outside(key);

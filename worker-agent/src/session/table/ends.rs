@@ -61,6 +61,7 @@ impl Table {
         }
         self.close_corrupt(now, &key);
         self.close_outdated(now, &key);
+        self.close_without_adapter(now, &key);
         self.close_if_due(now, &key);
     }
 

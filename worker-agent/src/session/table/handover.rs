@@ -210,7 +210,8 @@ impl Table {
             turns,
             history: EngineHistory {
                 tokens: if is_gone { 0 } else { handed.history_tokens },
-                is_corrupt: false,
+                kv: handed.kv.filter(|_| !is_gone),
+                ..EngineHistory::default()
             },
             client: handed.client,
             prefix_tracker: PrefixTracker::default(),
@@ -264,6 +265,7 @@ fn hand_over_session(
         history_tokens: session.history.tokens,
         client: session.client,
         parent: session.parent.map(|parent| parent.0),
+        kv: session.history.kv,
         weights,
     })
 }

@@ -279,6 +279,7 @@ impl Table {
         let target_tokens =
             prompt_tokens.saturating_add(answer_tokens).min(self.engine.context_tokens);
         self.change_session(key, |session| {
+            session.record_kv(need.kv);
             // The prompt's exact size is known now, so the rest of the reservation is released.
             if let Some(row) = session.state.row_mut() {
                 row.reserved_tokens = row.reserved_tokens.min(target_tokens);

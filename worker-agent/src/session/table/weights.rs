@@ -60,7 +60,7 @@ impl WeightsState {
 
 impl Session {
     /// Whether the session is pinned and at rest, and the engine may have KV for its next turn.
-    fn may_continue_kv(&self) -> bool {
+    pub(super) fn may_continue_kv(&self) -> bool {
         let may_hold_kv = match &self.state {
             State::Open(row) => self.history.tokens > 0 || row.resident_tokens > 0,
             State::Demoting { .. } | State::Demoted | State::Suspect { .. } => true,

@@ -70,6 +70,22 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         (RL, "no_turn_continues_a_session_over_a_change_of_the_weights", "weights_changed"),
     ),
     (
+        Code::AdapterChanged,
+        (
+            RL,
+            "a_session_of_an_adapter_that_is_loaded_anew_says_so_and_goes_on_anew",
+            "adapter_changed",
+        ),
+    ),
+    (
+        Code::OtherKv,
+        (
+            RL,
+            "a_delta_under_another_salt_or_adapter_is_refused_and_the_session_goes_on",
+            "other_kv",
+        ),
+    ),
+    (
         Code::EngineHeld,
         (RL, "a_paused_engine_gets_no_turns_and_new_sessions_go_elsewhere", "engine_held"),
     ),

@@ -54,7 +54,8 @@ impl Table {
         self.set_trim(rid, Trim::Refused);
         let exceeds_room =
             plan.decision == Plan::Refused && plan.prompt_tokens > awaited.request.tokens_max;
-        let error = if awaited.exceeds_reserved() || exceeds_room {
+        let has_other_kv = self.sessions[&turn.key].has_other_kv(turn.need.kv);
+        let error = if (awaited.exceeds_reserved() || exceeds_room) && !has_other_kv {
             let prompt_tokens_bound = turn.need.prompt_tokens;
             // A retry of the turn then reserves this much room, or is refused because the pin
             // budget can never hold it.
@@ -74,6 +75,10 @@ impl Table {
                     )
                 }
                 Plan::Diverged => format!("adds nothing to the session's {history_tokens} tokens"),
+                _ if has_other_kv => {
+                    "names another adapter, `cache_salt` or `extra_key` than the session's KV has"
+                        .to_owned()
+                }
                 _ => "can't be compared with what the session has".to_owned(),
             };
             Error::NotContinued { detail }

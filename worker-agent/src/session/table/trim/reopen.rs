@@ -57,7 +57,10 @@ impl Table {
         let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..need };
         let target_tokens = self.full_history_target_tokens(&key, need);
         let TrimRequest { tokens_max, must_continue } = awaited.request;
-        let exceeds_reserved = plan.decision == Plan::Refused && plan.prompt_tokens > tokens_max;
+        // More room doesn't help a prompt whose KV the session doesn't have.
+        let has_other_kv = self.sessions[&key].has_other_kv(need.kv);
+        let exceeds_reserved =
+            plan.decision == Plan::Refused && plan.prompt_tokens > tokens_max && !has_other_kv;
         let can_fit = self.fits_pinned(&key, target_tokens);
         if !exceeds_reserved && !self.has_hidden_end_tokens(&key, plan) {
             self.change_session(&key, |session| session.client.extend_divergence_streak());
