@@ -8,6 +8,7 @@ mod auto_pin;
 mod demotion;
 mod engine;
 mod handover;
+mod kv_identity;
 mod lifecycle;
 mod must_continue;
 mod order;

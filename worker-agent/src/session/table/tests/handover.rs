@@ -228,3 +228,40 @@ fn act(rig: &mut Rig, random: &mut fastrand::Rng) {
         }
     }
 }
+
+#[test]
+fn a_taken_over_session_continues_only_its_own_kv_and_none_that_is_not_known() {
+    let sql = KvIdentity::new(Some("sql"), Some("salt"), None);
+    let mut old = Rig::new();
+    for (id, kv) in [("s", sql), ("t", sql), ("plain", KvIdentity::NONE)] {
+        old.pin_with(id, kv);
+    }
+    let mut rig = successor(&old, engine(1), true);
+    shim_reports(&mut rig, &old);
+    rig.delta_with("s", sql).inside();
+    assert_eq!(rig.delta_with("t", KvIdentity::NONE).error(), Error::OtherKv);
+    rig.delta_with("plain", KvIdentity::NONE).inside();
+    // An agent of an earlier version hands over no identity.
+    let mut sessions = handed(&old);
+    for session in &mut sessions {
+        session.kv = None;
+    }
+    let settings = TableSettings { incarnation_prefix: "berth-a-3".into(), ..settings() };
+    let mut rig = Rig::with(settings, engine(1));
+    let open_incarnations = left_open(&old);
+    let legacy = Legacy { open_incarnations, sessions, age: Duration::ZERO, is_same_engine: true };
+    rig.table.take_over(rig.now, legacy);
+    shim_reports(&mut rig, &old);
+    assert_eq!(rig.delta_with("plain", KvIdentity::NONE).error(), Error::OtherKv);
+}
+
+#[test]
+fn a_taken_over_session_of_an_adapter_that_is_gone_is_closed_and_its_client_told() {
+    let mut old = Rig::new();
+    let incarnation = old.pin_with("s", KvIdentity::new(Some("sql"), None, None));
+    let mut rig = successor(&old, engine(1), true);
+    rig.table.handle_adapters(rig.now, &["code".to_owned()]);
+    rig.carry_out();
+    assert_eq!(rig.closes[0].incarnation, incarnation);
+    assert_eq!(rig.delta_with("s", KvIdentity::NONE).error(), Error::AdapterChanged);
+}
