@@ -250,3 +250,29 @@ def answers_with_ignore_eos_cost_no_pin(cluster: Cluster) -> None:
     assert "reopened" in ran, "no answer held an end token"
     assert ran[-1] == "pinned", "how the last turn ran"
     assert set(ran[1:]) - {"pinned", "reopened"} == set(), "how later turns ran"
+
+
+def test_a_history_has_one_salt(fleet: Fleet) -> None:
+    """A full history of another salt runs in a new incarnation, and no delta continues the KV."""
+    with cluster_of(fleet) as cluster:
+        first = client(cluster)
+        first.open()
+        opening = {"session_control": {"session_id": first.id, "action": "open"}}
+        ids = first.ids("The harbour master counts the ships that lie at the quay, one by one")
+        cached = []
+        for salt in ("a", "a", "b", "b"):
+            more = {"session_id": first.id, "cache_salt": salt, "nvext": opening}
+            answer = first.post("/generate", first._body(ids, **more))
+            assert answer.status == 200, f"the status of {answer}"
+            said = answer.json()
+            cached.append((answer.headers["x-berth-session-turn"],
+                           said["meta_info"]["cached_tokens"] > 0))
+            ids = ids + said["output_ids"] + first.ids(" and again")
+        assert cached == [
+            ("pinned", False), ("pinned", True), ("reopened", False), ("pinned", True),
+        ], "how the turns ran, and whether they found KV"
+        sent, named = first.ids(" and then?"), {"session_params": {"id": first.id}}
+        first.check_refused("other_kv", first._generate(sent, cache_salt="a", **named))
+        taken = first._generate(sent, cache_salt="b", **named)
+        assert taken.status == 200, f"the status of {taken}"
+        first.close()

@@ -14,6 +14,7 @@ from integration.turns import (
     get_session,
     new_id,
     open_session,
+    refusal_code,
 )
 
 TEXTS = ("The quick brown fox jumps", " over the", " lazy dog, and then some more")
@@ -69,6 +70,21 @@ def test_a_turn_with_token_ids(fleet: Fleet) -> None:
     session.check("h" * 5, 8, second)
     assert first.completion_tokens == 8, "completion tokens"
     session.close()
+
+
+def test_a_delta_of_another_salt_is_refused_and_the_session_goes_on(fleet: Fleet) -> None:
+    """The engine itself would append it: of 31 tokens it would take 28 from the other salt's KV."""
+    id = open_session(fleet, session_id=new_id("salt"), retention="pinned")["session_id"]
+    url, own = f"{fleet.router_url}/generate", {"session_params": {"id": id}, "cache_salt": "a"}
+    first = finished_turn(wire.post(url, body(TEXTS[0], 4, **own)))
+    for other in ({"cache_salt": "b"}, {"cache_salt": None}, {"extra_key": "k"}):
+        answer = wire.post(url, body("two", 4, **(own | other)))
+        assert refusal_code(answer, 409, f"a delta with {other}") == "other_kv"
+    second = finished_turn(wire.post(url, body("two", 4, **own)))
+    history = first.prompt_tokens + first.completion_tokens
+    assert second.prompt_tokens == history + 3, "prompt tokens: nothing else was appended"
+    assert second.cached_tokens in (history - 1, history), "cached tokens: the full history"
+    assert delete_session(fleet, id).status == 204, "the status of the close"
 
 
 def test_sglangs_own_flow_is_unchanged(fleet: Fleet) -> None:

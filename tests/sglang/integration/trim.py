@@ -404,6 +404,17 @@ def test_deltas_beside_full_prompts(engine: Engine) -> None:
     engine.close(conversation.session)
 
 
+def test_a_delta_of_another_salt_is_refused_and_changes_nothing(engine: Engine) -> None:
+    conversation = Conversation(engine, "generate", stream=False)
+    conversation.send_next_turn()
+    delta = {"text": "\nMore.", "session_params": {"id": conversation.session}}
+    for other in ({"cache_salt": "b"}, {"extra_key": "k"}):
+        answer = wire.post(f"{engine.url}/generate", delta | other)
+        assert answer.status == 400 and "extra_key" in answer.body.decode(), f"{answer}"
+    conversation.send_next_turn()
+    engine.close(conversation.session)
+
+
 def test_begin_tokens_stay(engine: Engine) -> None:
     """The engine drops a BOS token at the beginning of what is appended."""
     conversation = Conversation(engine, "generate", stream=False)

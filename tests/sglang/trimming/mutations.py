@@ -37,6 +37,11 @@ MUTATIONS = [
         "elif False:",
     ),
     (
+        "nothing is appended to KV of another adapter, extra key or salt", "trimmer",
+        "        if has_other_kv:\n",
+        "        if False:\n",
+    ),
+    (
         "a prompt that must continue its session runs in no other", "trimmer",
         "(is_improvable(plan) and not mark.must_continue)",
         "is_improvable(plan)",
@@ -143,7 +148,7 @@ MUTATIONS = [
     ),
     (
         "a session has one adapter and one salt", "trim",
-        "if self._committed_tokens and cache_namespace != self._cache_namespace:",
+        "if self.has_other_kv(cache_namespace):",
         "if False:",
     ),
     (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from berth_shim.trimmer import ContextMismatch, NotContinued, Trimmer
+from berth_shim.trimmer import ContextMismatch, NotContinued, OtherKV, Trimmer
 
 from .engine import Manager, Request, Tokenizer
 from .model import ToyTokenizer, raw
@@ -207,6 +207,19 @@ async def test_turns_that_send_only_new_tokens_are_recorded(harness: Harness) ->
     await harness.run_turn("<b><s>b", session=None, **params)
     assert await harness.run_turn("<s>a<e>ab<s>bab<e>") == "<s>a<e>ab<s>bab<e>"
     assert harness.sent == "<e>"
+
+
+async def test_new_tokens_of_another_adapter_or_salt_are_refused_and_change_nothing(
+    harness: Harness,
+) -> None:
+    await harness.open()
+    own = {"session_params": {"id": "s"}, "lora_id": "sql-1", "cache_salt": "a"}
+    await harness.run_turn("<s>a<e>", session=None, **own)
+    others = ({"lora_id": "sql-2"}, {"lora_id": None}, {"cache_salt": None}, {"extra_key": "b"})
+    for other in others:
+        with pytest.raises(OtherKV):
+            await harness.begin(Request("<s>b", rid="other", **(own | other)))
+    assert await harness.run_turn("<s>b", session=None, **own) == "<s>a<e>ab<s>b"
 
 
 async def test_a_closed_session_is_forgotten(harness: Harness) -> None:

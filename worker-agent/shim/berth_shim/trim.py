@@ -278,13 +278,17 @@ class Transcript:
         self._ids = array("q")
         self._committed_tokens = 0
 
+    def has_other_kv(self, cache_namespace: object) -> bool:
+        """Whether the context has KV of another adapter, extra key or salt."""
+        return self._committed_tokens > 0 and cache_namespace != self._cache_namespace
+
     def _refusal(self, cache_namespace: object) -> Refused | None:
         """Returns why no turn with this cache namespace can begin; None if one can."""
         if self._is_unknown:
             return Refused("the session's context isn't known", can_run_elsewhere=True)
         if self.turn is not None:
             return Refused("a turn of the session runs")
-        if self._committed_tokens and cache_namespace != self._cache_namespace:
+        if self.has_other_kv(cache_namespace):
             return Refused("another adapter or salt than the session's", can_run_elsewhere=True)
         return None
 

@@ -27,9 +27,10 @@ engine, and reports each plan to the agent before the engine gets the turn. If a
 more room could help the turn, the trimmer first asks the agent a *question*: where may this turn
 run? `__init__` creates the one `Trimmer` of an engine.
 
-The trimmer raises an error into the engine in two cases only. It refuses a request that must
-continue its session and doesn't. And it breaks off an answer that the engine computed on another
-context than the client's. On its first internal error it stops trimming for good and reports why.
+The trimmer raises an error into the engine in three cases only. It refuses a request that must
+continue its session and doesn't. It refuses new tokens for a session whose KV has another adapter,
+extra key or salt. And it breaks off an answer that the engine computed on another context than the
+client's. On its first internal error it stops trimming for good and reports why.
 """
 
 import asyncio
@@ -94,6 +95,11 @@ class Mark(NamedTuple):
 class NotContinued(ValueError):
     """The prompt doesn't continue a session to which other clients append. The engine answers the
     request with 400 and this error's text. The agent gives its client a more detailed answer."""
+
+
+class OtherKV(ValueError):
+    """A request appends to a session whose KV has another adapter, extra key or salt. The agent
+    refuses such a request itself, unless others have loaded the adapter anew."""
 
 
 class ContextMismatch(RuntimeError):
@@ -297,11 +303,13 @@ class Trimmer:
         self, original: Method, manager: Any, body: Any, session: str
     ) -> Any:
         """Tokenizes a turn whose client sends only the new tokens. The turn runs unchanged, and is
-        recorded in the session's transcript."""
+        recorded in the session's transcript. But if the session has other KV, refuses the turn."""
         tokenized = await original(manager, body)
+        namespace, has_other_kv = cache_namespace(tokenized), False
         try:
             self._settle_last_turn(manager, session)
-            ids, namespace = tokenized.input_ids, cache_namespace(tokenized)
+            transcript, ids = self._transcripts.get(session), tokenized.input_ids
+            has_other_kv = transcript is not None and transcript.has_other_kv(namespace)
             # A transcript holds only token ids, so a turn with media makes the context unknown.
             has_only_ids = ids is not None and not tokenized.mm_inputs
 
@@ -311,11 +319,16 @@ class Trimmer:
                 transcript.discard_context()
                 return None
 
-            turn = self._transcripts.change(session, record)
+            turn = None if has_other_kv else self._transcripts.change(session, record)
             if turn is not None:
                 self._record_turn(manager, body, session, turn)
         except Exception as error:
             self._fail("append", error)
+        if has_other_kv:
+            raise OtherKV(
+                "the session's KV has another adapter, cache_salt or extra_key, or the adapter was "
+                "loaded anew: open the session again and send the full history"
+            )
         return tokenized
 
     def _make_plan(self, manager: Any, tokenized: Any, mark: Mark) -> Plan:
