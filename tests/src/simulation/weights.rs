@@ -138,7 +138,7 @@ impl World {
     /// Chooses the salt of a client's turn: usually its own.
     pub(super) fn choose_kv(&mut self, user: usize) -> TurnKv {
         let is_own = self.rng.u32(..16) > 0;
-        let salt = u8::from((user % 2 == 0) != is_own);
+        let salt = u8::from(user.is_multiple_of(2) != is_own);
         TurnKv { salt, ..TurnKv::default() }
     }
 

@@ -124,9 +124,10 @@ fn ratio(part: usize, whole: usize, decimals: i32) -> f64 {
     (part as f64 / whole as f64 * scale).round() / scale
 }
 
-pub(super) async fn server_info(State(app): AppState) -> Response {
+/// Returns the flags of the engine's start.
+fn server_args(app: &App) -> Value {
     let core = &app.config.core;
-    let args = json!({
+    json!({
         "model_path": app.config.model_path,
         "tokenizer_path": app.config.model_path,
         "served_model_name": app.config.model_name(),
@@ -160,7 +161,12 @@ pub(super) async fn server_info(State(app): AppState) -> Response {
         "api_key": app.config.api_key,
         "admin_api_key": null,
         "device": app.config.device,
-    });
+    })
+}
+
+pub(super) async fn server_info(State(app): AppState) -> Response {
+    let core = &app.config.core;
+    let args = server_args(&app);
     let state = json!({
         "world_size": 1,
         "effective_max_running_requests_per_dp": core.max_running_requests,
