@@ -314,7 +314,7 @@ async fn a_retention_nobody_offers_is_refused_with_what_is_offered() {
     let code = refused.code();
     assert_eq!((refused.status, code.as_str()), (StatusCode::CONFLICT, "retention_unavailable"));
     let message = refused.json()["error"]["message"].as_str().unwrap().to_owned();
-    assert!(message.contains("offered are: none;"), "{message}");
+    assert!(message.contains("ask for one of these: none"), "{message}");
     assert!(message.contains("--enable-streaming-session"), "{message}");
 }
 

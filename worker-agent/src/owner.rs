@@ -143,8 +143,7 @@ impl Owner {
                 // Ends of turns come before requests. A client may send its next turn as soon as
                 // it has its answer, and the session must be free by then.
                 Some(end) = inbox.turn_ends.recv() => self.handle_turn_end(&end),
-                // The shim's answers have deadlines, and the shim sends a few events per step of
-                // the scheduler. Clients could keep the mailbox full for as long as they like.
+                // The shim's answers have deadlines, and clients could keep the mailbox full.
                 Some(event) = inbox.shim_events.recv() => self.handle_shim_event(event),
                 message = inbox.messages.recv() => match message {
                     Some(message) => self.handle_message(message),

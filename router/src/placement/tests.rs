@@ -744,7 +744,8 @@ fn a_turn_goes_where_its_model_is_served() {
     ask.sticky = None;
     ask.retention = Some(Retention::Pinned);
     let refused = place(&ask, &state.snapshot(), now).unwrap_err().to_string();
-    assert!(refused.contains("no worker offers retention pinned; offered are: none"), "{refused}");
+    assert!(refused.contains("no worker offers retention pinned: start an engine"), "{refused}");
+    assert!(refused.contains("ask for one of these: none"), "{refused}");
     assert!(refused.contains("--enable-streaming-session"), "{refused}");
     ask.model = Some("third");
     let refused = place(&ask, &state.snapshot(), now).unwrap_err();

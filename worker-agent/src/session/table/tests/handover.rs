@@ -249,7 +249,9 @@ fn a_taken_over_session_continues_only_its_own_kv_and_none_that_is_not_known() {
     let settings = TableSettings { incarnation_prefix: "berth-a-3".into(), ..settings() };
     let mut rig = Rig::with(settings, engine(1));
     let open_incarnations = left_open(&old);
-    let legacy = Legacy { open_incarnations, sessions, age: Duration::ZERO, is_same_engine: true };
+    let age = Duration::ZERO;
+    let is_same_engine = true;
+    let legacy = Legacy { open_incarnations, sessions, age, is_same_engine, ..Legacy::default() };
     rig.table.take_over(rig.now, legacy);
     shim_reports(&mut rig, &old);
     assert_eq!(rig.delta_with("plain", KvIdentity::NONE).error(), Error::OtherKv);
