@@ -518,7 +518,8 @@ async fn the_workers_say_which_functions_of_their_shim_are_off() {
 #[tokio::test]
 async fn an_engine_that_pins_would_end_offers_them_only_under_its_shim_s_guard() {
     let storage = Some("file".to_owned());
-    let config = Config { hicache_storage_backend: storage, ..Config::default() };
+    let mut config = Config { hicache_storage_backend: storage, ..Config::default() };
+    config.core.session_radix_cache = true;
     let engine = Arc::new(EngineSim::start_local(config).await.unwrap());
     let agent = Agent::start(agent_config(&engine.url(), "w")).unwrap();
     let router = Router::start(router_config(&[&agent])).await.unwrap();

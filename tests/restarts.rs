@@ -98,12 +98,17 @@ async fn a_full_disk_leaks_nothing_and_pins_nothing_and_says_why() {
     nothing_held(&engine).await;
 }
 
-/// Runs a turn of each of the tagged sessions "0", "1" and so on.
+/// Runs a turn of each of the tagged sessions "0", "1" and so on. Each leaves whole pages of KV.
 async fn tag(web: &Web, place: &AgentPlace, count: usize) {
     for id in 0..count {
         let claim = json!({"principal": "p", "id": id.to_string(), "retention": "tagged"});
-        let answer =
-            generate(web, place, Some(&claim), &turn(&format!("{id:02} of them"), 4)).await;
+        let answer = generate(
+            web,
+            place,
+            Some(&claim),
+            &turn(&format!("{id:02} of them, with pages of KV"), 4),
+        )
+        .await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     }
 }
@@ -122,17 +127,17 @@ async fn after_a_kill_the_next_agent_closes_every_tag() {
     let place = AgentPlace::new(AGENT, &engine.url()).unwrap();
     let agent = place.start("", &[]).unwrap();
     ready(&web, place.admin).await;
-    tag(&web, &place, 50).await;
-    tagged(&engine, 50).await;
+    tag(&web, &place, 20).await;
+    tagged(&engine, 20).await;
     agent.kill().unwrap();
     engine.set_fails_closes(true);
     let agent = place.start("", &[]).unwrap();
     ready(&web, place.admin).await;
     eventually("closes that fail", || async {
-        (engine.bodies_seen("/close_session").len() > 50).then_some(())
+        (engine.bodies_seen("/close_session").len() > 20).then_some(())
     })
     .await;
-    tagged(&engine, 50).await;
+    tagged(&engine, 20).await;
     // The process after that one knows of them too.
     agent.kill().unwrap();
     engine.set_fails_closes(false);

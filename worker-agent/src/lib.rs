@@ -426,25 +426,7 @@ fn start_agent(
     tasks: &Tasks,
 ) -> Result<(AgentHandle, ShimHandle, Option<Arc<StagedPrefillQueues>>), Error> {
     let agent_id = config.agent_id(listeners.control.local_addr()?);
-    let table_settings = TableSettings {
-        incarnation_prefix: incarnation::prefix(&agent_id, epoch),
-        idle_max: ms(config.sessions.idle_ms_max),
-        demote_idle: ms(config.sessions.demote_idle_ms),
-        turns_queued_per_session_max: config.sessions.turns_queued_per_session_max,
-        turns_queued_max: config.limits.turns_queued_max,
-        queue_wait_max: ms(config.limits.queue_wait_ms_max),
-        stuck_after: config::ABORT_WAIT_MAX * 2,
-        auto_pin: config.sessions.auto_pin,
-        answer_tokens_min: session::ANSWER_TOKENS_MIN,
-        shim_requests_max: session::SHIM_REQUESTS_MAX,
-        shares: ShareSettings {
-            sessions_max: config.limits.sessions_max,
-            principal_sessions_max: config.limits.principal_sessions_max,
-            idle_cap: ms(config.sessions.idle_ms_cap),
-            turns_milli: config::to_milli(config.limits.principal_turns_ratio),
-        },
-        guards: Guards::default(),
-    };
+    let table_settings = table_settings(config, &agent_id, epoch);
     // The journal must be opened first, because it is a lock: only one agent at a time can hold it,
     // and only that agent may use the engine and its shim.
     let journal = Journal::open(&config.state_dir(), &format!("engine-{}", config.engine_port()))?;
@@ -486,6 +468,29 @@ fn start_agent(
         },
     };
     Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
+}
+
+/// Returns the settings of the session table.
+fn table_settings(config: &Config, agent_id: &str, epoch: u64) -> TableSettings {
+    TableSettings {
+        incarnation_prefix: incarnation::prefix(agent_id, epoch),
+        idle_max: ms(config.sessions.idle_ms_max),
+        demote_idle: ms(config.sessions.demote_idle_ms),
+        turns_queued_per_session_max: config.sessions.turns_queued_per_session_max,
+        turns_queued_max: config.limits.turns_queued_max,
+        queue_wait_max: ms(config.limits.queue_wait_ms_max),
+        stuck_after: config::ABORT_WAIT_MAX * 2,
+        auto_pin: config.sessions.auto_pin,
+        answer_tokens_min: session::ANSWER_TOKENS_MIN,
+        shim_requests_max: session::SHIM_REQUESTS_MAX,
+        shares: ShareSettings {
+            sessions_max: config.limits.sessions_max,
+            principal_sessions_max: config.limits.principal_sessions_max,
+            idle_cap: ms(config.sessions.idle_ms_cap),
+            turns_milli: config::to_milli(config.limits.principal_turns_ratio),
+        },
+        guards: Guards::default(),
+    }
 }
 
 fn limits(config: &Config) -> Limits {

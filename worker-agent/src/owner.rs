@@ -15,8 +15,8 @@
 //! and `trim` Berth's parts in it, `waiters` the callers that wait, `reporter` what is published,
 //! `audit_desk` the page audits, `drain` the shutdown, and `volatile_prefix` the warnings of costly
 //! prompts. `handle` has the messages, [`engine_monitor`] polls the engine, [`adapters`] follows
-//! its adapters, and `engine_news` handles what they find. `session_calls` opens, closes and demotes
-//! sessions, and `retentions` follows in which ways the engine can keep them.
+//! its adapters, and `engine_news` handles what they find. `session_calls` opens, closes and
+//! demotes sessions, and `retentions` follows in which ways the engine can keep them.
 
 pub mod adapters;
 mod audit_desk;

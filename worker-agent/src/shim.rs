@@ -89,8 +89,8 @@ pub struct Hello {
 /// What the shim knows of the safety of pinned sessions.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct PinSafety {
-    /// Why turns of pinned sessions may reach the engine's storage, which ends the engine. `None` if
-    /// the shim keeps them from it, also while it is inert or not connected.
+    /// Why turns of pinned sessions may reach the engine's storage, which ends the engine. `None`
+    /// if the shim keeps them from it, also while it is inert or not connected.
     pub unguarded_reason: Option<String>,
     /// What the engine keeps in a pool beside that of the KV of all tokens; empty if it has no such
     /// pool. `None` if the shim can't tell.

@@ -56,8 +56,8 @@ impl WallClock {
     }
 }
 
-/// A time on a clock that all processes of a machine share, and that nobody sets. It counts on while
-/// the machine sleeps, and begins anew with each boot.
+/// A time on a clock that all processes of a machine share, and that nobody sets. It counts on
+/// while the machine sleeps, and begins anew with each boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BootTime {
     /// The id of the boot: letters, digits and `-`.

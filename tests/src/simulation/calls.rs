@@ -8,7 +8,7 @@ use worker_agent::session::{CloseRequest, CloseResult, OpenResult};
 
 use super::{
     engine::{CallId, Command},
-    shim::Request,
+    shim::ShimRequest,
     world::{Event, World},
 };
 
@@ -32,7 +32,7 @@ pub(super) enum Task {
     /// The abort before the shim is asked for a session's history.
     AbortAndInspect {
         rid: String,
-        request: Request,
+        request: ShimRequest,
     },
 }
 

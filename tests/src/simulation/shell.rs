@@ -15,7 +15,7 @@ use worker_agent::session::{
 
 use super::{
     calls::Task,
-    shim::{Request, Shim},
+    shim::{Shim, ShimRequest},
     turns::{Reply, Stage},
     world::{Event, World},
 };
@@ -127,11 +127,11 @@ impl World {
                     self.close_at_engine(close);
                 }
                 Effect::Inspect { dp_rank, number, incarnation, rid, is_repeat } => {
-                    let request = Request { dp_rank, number, incarnation, is_demotion: false };
+                    let request = ShimRequest { dp_rank, number, incarnation, is_demotion: false };
                     self.inspect(request, rid, is_repeat);
                 }
                 Effect::Demote { dp_rank, number, incarnation } => {
-                    let request = Request { dp_rank, number, incarnation, is_demotion: true };
+                    let request = ShimRequest { dp_rank, number, incarnation, is_demotion: true };
                     self.send_request(Duration::ZERO, request);
                 }
                 Effect::AnswerQuestion { question, incarnation, tokens_max } => {

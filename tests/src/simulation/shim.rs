@@ -34,7 +34,7 @@ pub(super) struct Shim {
     /// When the newest frame arrives.
     last_arrival: Duration,
     /// By rank: the requests that the scheduler has not carried out.
-    requests: Vec<VecDeque<Request>>,
+    requests: Vec<VecDeque<ShimRequest>>,
     /// The sessions that were reported last, by rank.
     seen: BTreeSet<(u32, String)>,
 }
@@ -49,7 +49,7 @@ enum Frame {
 
 /// A request of the agent about one session.
 #[derive(Debug, Clone)]
-pub(super) struct Request {
+pub(super) struct ShimRequest {
     pub(super) dp_rank: u32,
     pub(super) number: u64,
     pub(super) incarnation: String,
@@ -161,7 +161,7 @@ impl World {
     }
 
     /// The agent asks the shim for a session's history, after it has aborted the turn `rid`.
-    pub(super) fn inspect(&mut self, request: Request, rid: Option<String>, is_repeat: bool) {
+    pub(super) fn inspect(&mut self, request: ShimRequest, rid: Option<String>, is_repeat: bool) {
         match rid {
             Some(rid) => self.call(Task::AbortAndInspect { rid, request }),
             None => {
@@ -172,13 +172,13 @@ impl World {
     }
 
     /// Sends a request to the shim.
-    pub(super) fn send_request(&mut self, pause: Duration, request: Request) {
+    pub(super) fn send_request(&mut self, pause: Duration, request: ShimRequest) {
         let Some(agent) = &self.agent else { return };
         let (epoch, latency) = (agent.epoch, self.between(0, 8));
         self.schedule(pause + latency, Event::RequestArrives { epoch, request });
     }
 
-    pub(super) fn request_arrives(&mut self, epoch: u64, request: Request) {
+    pub(super) fn request_arrives(&mut self, epoch: u64, request: ShimRequest) {
         let instance = self.engine.as_ref().map(|engine| engine.instance);
         let knows = |agent: &super::shell::AgentProcess| agent.instance == instance;
         if !self.is_epoch(epoch) || !self.agent.as_ref().is_some_and(knows) {
@@ -208,7 +208,7 @@ impl World {
             if requests.front().is_some_and(|first| !first.is_demotion && rank.has_inbox()) {
                 break;
             }
-            let Some(Request { number, incarnation, is_demotion, .. }) = requests.pop_front()
+            let Some(ShimRequest { number, incarnation, is_demotion, .. }) = requests.pop_front()
             else {
                 return;
             };

@@ -14,7 +14,7 @@ use worker_agent::{
 use super::{
     engine::TurnId,
     turns::{Ended, Turn},
-    weights::Salt,
+    weights::SaltNumber,
     world::{Event, World},
 };
 use crate::engine_sim::{
@@ -31,7 +31,7 @@ pub(super) struct Trimmer {
     /// The context of each streaming session; None if it is unknown.
     contexts: BTreeMap<String, Option<Vec<u32>>>,
     /// The cache salt of each session that has a history.
-    salts: BTreeMap<String, Salt>,
+    salts: BTreeMap<String, SaltNumber>,
     questions: BTreeMap<u64, Question>,
 }
 
@@ -66,12 +66,12 @@ impl Trimmer {
     }
 
     /// Whether a session's history has KV of another salt.
-    pub(super) fn is_other(&self, id: &str, salt: Salt) -> bool {
+    pub(super) fn is_other(&self, id: &str, salt: SaltNumber) -> bool {
         self.salts.get(id).is_some_and(|own| *own != salt)
     }
 
-    /// Returns the tag of a turn that doesn't run in its session. The shim takes the tag from a turn
-    /// whose session was closed while the shim compared its prompt.
+    /// Returns the tag of a turn that doesn't run in its session. The shim takes the tag from a
+    /// turn whose session was closed while the shim compared its prompt.
     pub(super) fn tag(&self, session: &TurnSession) -> SessionRef {
         if session.trim.is_some() && !self.contexts.contains_key(&session.incarnation) {
             return SessionRef::None;

@@ -178,9 +178,11 @@ impl World {
         let idle = waits == 0 && !opening;
         let opens = matches!(habit, Habit::Pinned | Habit::Mixed);
         let must_close = self.users[number].must_close;
+        // The next agent takes up a session whose close nobody has heard.
+        let hears = self.agent.as_ref().is_some_and(|agent| agent.hands_over_by.is_none());
         match self.rng.u32(..100) {
-            _ if must_close && idle => self.user_closes(number),
-            0..4 if idle => self.user_closes(number),
+            0..4 if idle && hears => self.user_closes(number),
+            _ if must_close && idle && hears => self.user_closes(number),
             4..12 if opens && idle => self.user_opens(number),
             12..24 if habit == Habit::Mixed => self.foreign_turn(number),
             _ => self.session_turn(number),
@@ -198,10 +200,6 @@ impl World {
     }
 
     fn user_closes(&mut self, number: usize) {
-        if self.agent.as_ref().is_none_or(|agent| agent.hands_over_by.is_some()) {
-            // Nobody hears it, and the next agent may take the session up. The user tries again.
-            return;
-        }
         let key = self.users[number].key();
         self.users[number].session_gone();
         self.users[number].must_close = false;

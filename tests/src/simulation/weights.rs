@@ -32,12 +32,12 @@ pub(super) struct KvAges {
 }
 
 /// The cache salt of a turn; 0 for none.
-pub(super) type Salt = u8;
+pub(super) type SaltNumber = u8;
 
 /// Which KV a turn wants, and what it got.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct TurnKv {
-    pub(super) salt: Salt,
+    pub(super) salt: SaltNumber,
     /// Whether the turn runs in a session whose KV is of older weights.
     continues_old: bool,
     /// Whether the turn runs in a session whose KV is of another salt.

@@ -16,7 +16,7 @@ use super::{
     plan::Plan,
     shares::PrincipalViews,
     shell::AgentProcess,
-    shim::{Request, Shim},
+    shim::{Shim, ShimRequest},
     trace::RunTrace,
     trimmer::Trimmer,
     turns::{Ended, Turn},
@@ -69,7 +69,7 @@ pub(super) enum Event {
     FrameArrives(u64),
     RequestArrives {
         epoch: u64,
-        request: Request,
+        request: ShimRequest,
     },
     ShimPass {
         epoch: u64,

@@ -11,16 +11,17 @@
 //! code reads 6.1 GiB/s where events repeat the text (serde_json 0.7), and 0.26 of short deltas
 //! (0.34), best of seven on two busy cores, 2026-11-23.
 
-use memchr::{memchr, memchr2};
+mod strings;
+
+use memchr::memchr;
 use proto::count::COUNT_MAX;
 
+use self::strings::{StringStart, scan_string};
 use crate::session::{Outcome, Usage};
 
 /// The maximum nesting depth that is tracked. Deeper objects and arrays are skipped. The needed
 /// fields are at most four levels deep.
 const DEPTH_MAX: usize = 6;
-/// The length in bytes up to which keys and strings are compared with the (shorter) expected ones.
-const KNOWN_TEXT_BYTES_MAX: usize = 24;
 
 /// The scanner of one response.
 #[derive(Debug)]
@@ -307,28 +308,6 @@ enum OpenScalar {
     },
 }
 
-/// The first bytes of a string: enough of them to recognize the known strings.
-#[derive(Debug, Default)]
-struct StringStart {
-    bytes: [u8; KNOWN_TEXT_BYTES_MAX],
-    /// The length of the whole string so far; it may be more than [`KNOWN_TEXT_BYTES_MAX`].
-    len: usize,
-}
-
-impl StringStart {
-    fn push(&mut self, bytes: &[u8]) {
-        let free = &mut self.bytes[self.len.min(KNOWN_TEXT_BYTES_MAX)..];
-        let stored_bytes = bytes.len().min(free.len());
-        free[..stored_bytes].copy_from_slice(&bytes[..stored_bytes]);
-        self.len = self.len.saturating_add(bytes.len());
-    }
-
-    /// Returns the string. Returns an empty one if the string is too long to be known.
-    fn known_text(&self) -> &[u8] {
-        if self.len <= KNOWN_TEXT_BYTES_MAX { &self.bytes[..self.len] } else { b"" }
-    }
-}
-
 impl JsonState {
     fn push(&mut self, bytes: &[u8], findings: &mut Findings) {
         let mut rest = bytes;
@@ -488,28 +467,6 @@ impl JsonState {
                 .filter(|container| container.is_object)
                 .map(|container| container.key)
                 .eq(expected.iter().copied())
-    }
-}
-
-/// Reads a string up to its next backslash or to its end, and adds what it reads to `text`. Returns
-/// the number of read bytes, and whether the string has ended.
-fn scan_string(bytes: &[u8], is_escaped: &mut bool, text: &mut StringStart) -> (usize, bool) {
-    if *is_escaped {
-        *is_escaped = false;
-        // The known keys and words have no escapes. The backslash in the text makes sure that a
-        // string with an escape equals none of them.
-        text.push(b"\\");
-        return (1, false);
-    }
-    let content_end = memchr2(b'"', b'\\', bytes);
-    let content = &bytes[..content_end.unwrap_or(bytes.len())];
-    text.push(content);
-    match content_end {
-        None => (bytes.len(), false),
-        Some(index) => {
-            *is_escaped = bytes[index] == b'\\';
-            (index + 1, bytes[index] == b'"')
-        }
     }
 }
 

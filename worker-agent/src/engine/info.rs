@@ -121,19 +121,16 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
         model_files: None,
         can_switch_role,
         has_lora: flag("enable_lora") || value.get("lora_paths").is_some_and(|it| !it.is_null()),
-        priority_order: flag("enable_priority_scheduling").then_some(
-            if flag("schedule_low_priority_values_first") {
-                PriorityOrder::LeastFirst
-            } else {
-                PriorityOrder::GreatestFirst
-            },
-        ),
+        priority_order: flag("enable_priority_scheduling").then(|| {
+            let is_least_first = flag("schedule_low_priority_values_first");
+            if is_least_first { PriorityOrder::LeastFirst } else { PriorityOrder::GreatestFirst }
+        }),
         missing_flags: vec![],
     })
 }
 
-/// Returns the engine's role: `null`, `prefill` or `decode`. The engine's flags say in which role it
-/// has started, and its scheduler's state the present role, which may be another one.
+/// Returns the engine's role: `null`, `prefill` or `decode`. The engine's flags say in which role
+/// it has started, and its scheduler's state the present role, which may be another one.
 pub(super) fn read_role(value: &Value) -> &str {
     fn mode(value: &Value) -> Option<&str> {
         value.get("disaggregation_mode").and_then(Value::as_str)
@@ -257,12 +254,12 @@ mod tests {
         for (change, pool) in [
             (serde_json::json!({ "uses_mamba_radix_cache": true }), Some(SecondPool::Recurrent)),
             (serde_json::json!({ "uses_mamba_radix_cache": false }), None),
-            (window_pool(Value::Null), None),
-            (window_pool(4096.into()), Some(SecondPool::SlidingWindow)),
+            (window_pool(None), None),
+            (window_pool(Some(4096)), Some(SecondPool::SlidingWindow)),
         ] {
             assert_eq!(flags(change.clone()).second_pool, pool, "{change}");
         }
-        fn window_pool(tokens: Value) -> Value {
+        fn window_pool(tokens: Option<u64>) -> Value {
             serde_json::json!({ "internal_states": [{
                 "effective_max_running_requests_per_dp": 8,
                 "memory_usage": { "kvcache": 1.0, "token_capacity_swa": tokens },

@@ -31,7 +31,8 @@ pub struct SilenceDetector {
     ranks: Vec<RankSigns>,
     /// Why the engine is silent; `None` while it speaks.
     reason: Option<String>,
-    /// No sign is missing before this time, and answers are looked at again then. `None` while the engine is silent, or unknown.
+    /// No sign is missing before this time, and answers are looked at again then. `None` while the
+    /// engine is silent, or unknown.
     next_check: Option<Instant>,
 }
 

@@ -87,14 +87,14 @@ impl TierPages {
 
     /// Returns the number of one tier.
     #[must_use]
-    pub fn of(self, tier: Tier) -> usize {
+    pub fn in_tier(self, tier: Tier) -> usize {
         match tier {
             Tier::Device => self.device,
             Tier::Host => self.host,
         }
     }
 
-    pub(super) fn of_mut(&mut self, tier: Tier) -> &mut usize {
+    pub(super) fn in_tier_mut(&mut self, tier: Tier) -> &mut usize {
         match tier {
             Tier::Device => &mut self.device,
             Tier::Host => &mut self.host,
@@ -279,8 +279,8 @@ impl Pages {
                 Position { run, pages_before: parent_index + 1 }
             }
         };
-        if self.resident.of(tier) >= self.pages_max.of(tier) {
-            return Err(Error::TooManyPages(self.pages_max.of(tier)));
+        if self.resident.in_tier(tier) >= self.pages_max.in_tier(tier) {
+            return Err(Error::TooManyPages(self.pages_max.in_tier(tier)));
         }
         // Each round begins after `applied` pages of the event, at `position` in the tree.
         let mut applied = 0;

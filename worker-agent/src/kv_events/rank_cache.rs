@@ -314,7 +314,7 @@ impl RankCache {
             CacheEvent::Stored(stored) => {
                 self.counts.stored += 1;
                 if let Some(tier) = medium_tier(stored.medium) {
-                    *self.pages_stored_since_loss.of_mut(tier) += stored.pages.len();
+                    *self.pages_stored_since_loss.in_tier_mut(tier) += stored.pages.len();
                 }
                 if self.verifier.check(stored) == Verdict::Wrong {
                     self.counts.mismatches += 1;

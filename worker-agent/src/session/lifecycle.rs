@@ -76,7 +76,7 @@ use std::{mem, time::Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Error, table::ShimRequest};
+use super::Error;
 
 /// A session's life at the engine, independent of its running turns. Only an unpinned session has
 /// a [`Tree`].
@@ -89,9 +89,9 @@ pub(super) enum State {
     Opening(Row),
     /// Pinned and open.
     Open(Row),
-    /// Pinned. The shim is asked to demote the session. If it doesn't answer in time, the session is
-    /// closed at the engine. So it is if the shim refuses, unless `is_asked`: the session's owner or
-    /// an operator asked for the demotion. Then it stays open.
+    /// Pinned. The shim is asked to demote the session. If it doesn't answer in time, the session
+    /// is closed at the engine. So it is if the shim refuses, unless `is_asked`: the session's
+    /// owner or an operator asked for the demotion. Then it stays open.
     Demoting { row: Row, request: ShimRequest, is_asked: bool },
     /// Pinned. The engine has the session's history, but the KV is in the radix tree, where it can
     /// be evicted.
@@ -150,6 +150,17 @@ pub(super) struct Doubt {
     pub(super) request: ShimRequest,
     /// Why the session can't continue if the doubt isn't cleared.
     pub(super) otherwise: GoneReason,
+}
+
+/// The request to the shim about a session whose answer the session awaits. The table numbers and
+/// sends the requests (`super::table::shim_requests`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ShimRequest {
+    /// The number that the answer repeats; `None` while no shim is there to be asked.
+    pub(super) number: Option<u64>,
+    /// If no answer has come by then, the session is closed at the engine. `None` while the request
+    /// waits in line for the first time.
+    pub(super) until: Option<Instant>,
 }
 
 /// The history, in tokens, that the shim must report to clear a suspect session.

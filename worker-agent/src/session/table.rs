@@ -30,8 +30,8 @@
 //! reports of the engine and the shim, `trim` runs full histories in pinned sessions, `handover`
 //! hands the sessions over to the next agent process, `tags` closes the tags of sessions, `backlog`
 //! estimates the prompt tokens that wait, `weights` keeps sessions from KV of older weights and
-//! `adapters` from that of replaced adapters, and `volatile_prefix` looks for texts that change from
-//! turn to turn. `invariants` checks the promises.
+//! `adapters` from that of replaced adapters, and `volatile_prefix` looks for texts that change
+//! from turn to turn. `invariants` checks the promises.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -90,12 +90,10 @@ use super::{
     PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,
     SessionEvent, TableSettings, TrimRequest, Turn, TurnSession, Usage,
     deltas::{Deltas, check_route, check_turn},
-    lifecycle::{Doubt, ExpectedHistory, GoneReason, Row, State, Tree},
+    lifecycle::{Doubt, ExpectedHistory, GoneReason, Row, ShimRequest, State, Tree},
     state::{Chooser, ClientHistory, EngineHistory, MeasuredHistory, Sharing, TurnCounts},
 };
 use crate::{guard::Guard, shim::trim::Plan};
-
-pub(super) use self::shim_requests::ShimRequest;
 
 pub use self::{
     engine::{EngineLoad, SessionReport, TablePart},

@@ -27,9 +27,12 @@ fn halve(info: &mut EngineInfo, mode: &str, decode_cache: bool) {
     });
 }
 
-/// Each combination, with the shim's word and a part of the reason for which `pinned` and `tagged`
-/// are refused; `None`: offered.
-const CASES: &[(Change, fn() -> ShimWord, Option<&str>, Option<&str>)] = &[
+/// A combination of flags, with the shim's word and a part of the reason for which `pinned` and
+/// `tagged` are refused; `None`: offered.
+type Case = (Change, fn() -> ShimWord, Option<&'static str>, Option<&'static str>);
+
+/// Each combination.
+const CASES: &[Case] = &[
     (|_| {}, ShimWord::none_yet, None, None),
     (|_| {}, good_word, None, None),
     (

@@ -40,7 +40,7 @@ impl Pages {
             let is_resident = |page: &&u64| **page & tier_bit(tier) != 0;
             let in_run = |&run: &RunId| self.run(run).pages.iter().filter(is_resident).count();
             let resident: usize = runs.iter().map(in_run).sum();
-            assert_eq!(self.resident.of(tier), resident, "pages in {tier:?}");
+            assert_eq!(self.resident.in_tier(tier), resident, "pages in {tier:?}");
         }
         let bytes: usize = self.runs.iter().map(Run::bytes).sum();
         assert_eq!(self.lists_bytes, bytes, "bytes of all runs' lists, free runs included");

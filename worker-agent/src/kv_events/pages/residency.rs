@@ -29,7 +29,7 @@ impl Pages {
             for page in &mut self.run_mut(run).pages[new_pages.clone()] {
                 *page |= tier_bit(tier);
             }
-            *self.resident.of_mut(tier) += new_pages.len();
+            *self.resident.in_tier_mut(tier) += new_pages.len();
             let new_blocks = self.resident_block_ranges(run, new_pages, tier).into_iter();
             changes.extend(new_blocks.map(|(run, blocks)| self.stored_change(run, blocks, tier)));
         }
@@ -49,7 +49,7 @@ impl Pages {
                 let blocks = self.run(run).blocks[blocks].to_vec();
                 changes.push(Change::Removed { tier, blocks });
             }
-            *self.resident.of_mut(tier) -= gone_pages.len();
+            *self.resident.in_tier_mut(tier) -= gone_pages.len();
             for page in &mut self.run_mut(run).pages[gone_pages] {
                 *page &= !tier_bit(tier);
             }

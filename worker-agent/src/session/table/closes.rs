@@ -126,22 +126,22 @@ pub(super) struct Answered {
 impl Close {
     /// Returns the close of an incarnation that this agent process opened.
     pub(super) fn new(now: Instant, dp_rank: u32, row: Option<Row>) -> Self {
-        Self::of(now, Kind::Pinned { dp_rank, row, is_inherited: false })
+        Self::queued(now, Kind::Pinned { dp_rank, row, is_inherited: false })
     }
 
     /// Returns the close of an incarnation that an earlier agent process left open. `lost_rid`: a
     /// turn of it that may still be inside the engine.
     pub(super) fn inherited(now: Instant, dp_rank: u32, lost_rid: Option<String>) -> Self {
         let row = Some(Row { lost_rid, ..Row::default() });
-        Self::of(now, Kind::Pinned { dp_rank, row, is_inherited: true })
+        Self::queued(now, Kind::Pinned { dp_rank, row, is_inherited: true })
     }
 
     /// Returns the close of a tag.
     pub(super) fn tag(now: Instant) -> Self {
-        Self::of(now, Kind::Tag)
+        Self::queued(now, Kind::Tag)
     }
 
-    fn of(now: Instant, kind: Kind) -> Self {
+    fn queued(now: Instant, kind: Kind) -> Self {
         let stage = Stage::Queued;
         Self {
             kind,

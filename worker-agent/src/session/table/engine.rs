@@ -97,8 +97,8 @@ impl Table {
     }
 
     /// Marks that the shim of `dp_rank` is connected. `can_demote`: whether the shim can give a
-    /// session's KV to the radix tree. Asks it about the sessions that the last agent process handed
-    /// over; no other session is suspect without a shim.
+    /// session's KV to the radix tree. Asks it about the sessions that the last agent process
+    /// handed over; no other session is suspect without a shim.
     pub fn handle_shim_up(&mut self, now: Instant, dp_rank: u32, can_demote: bool) {
         if !self.shims.has_rank(dp_rank) {
             return;

@@ -33,7 +33,7 @@ struct PrincipalSessions {
     sessions: usize,
     /// By rank: what the sessions hold. A rank on which they hold nothing has no entry.
     held: BTreeMap<u32, Held>,
-    /// The sessions at rest, by the end of their last turn: the shared ones, and the exclusive ones.
+    /// The sessions at rest, by the end of their last turn: the shared and the exclusive ones.
     shared_at_rest: KeysByTime,
     exclusive_at_rest: KeysByTime,
 }

@@ -19,21 +19,11 @@ use std::{
 
 use proto::id::SessionKey;
 
-use super::{Effect, Guard, Table};
+use super::{Effect, Guard, ShimRequest, Table};
 
 /// How long a request that was sent awaits its answer. The shim answers within a few scheduler
 /// steps, and even a long prefill step is shorter than this.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
-
-/// The request of a session that awaits an answer, as far as it has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::session) struct ShimRequest {
-    /// The number that the answer repeats; `None` while no shim is there to be asked.
-    pub(super) number: Option<u64>,
-    /// If no answer has come by then, the session is closed at the engine. `None` while the request
-    /// waits in line for the first time.
-    pub(in crate::session) until: Option<Instant>,
-}
 
 /// What a shim is asked to do about a session.
 #[derive(Debug, Clone, PartialEq, Eq)]

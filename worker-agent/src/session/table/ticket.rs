@@ -63,8 +63,8 @@ pub(super) struct Inside {
     pub(super) abandoned_since: Option<Instant>,
     /// Whether the shim has reported that the engine aborted the turn while it ran.
     pub(super) was_aborted: bool,
-    /// Whether the engine has asked its model again for the same request, outside the session, as it
-    /// does after it has called a tool of its own.
+    /// Whether the engine has asked its model again for the same request, outside the session, as
+    /// it does after it has called a tool of its own.
     pub(super) asks_again: bool,
     pub(super) run: Run,
 }

@@ -23,6 +23,8 @@ const TABLE_SHARES: &str = "worker-agent/src/session/table/tests/shares.rs";
 const BODY: &str = "worker-agent/src/data_port/request.rs";
 const BUDGET: &str = "proto/service/src/budget.rs";
 const UNREADABLE: &str = "proto/service/src/server/unreadable.rs";
+const AT_THE_AGENT: &str = "refusals_come_from_the_agent_and_never_reach_the_engine";
+const NOT_STAGED: &str = "an_agent_takes_prompts_that_its_engine_can_compute_and_no_others";
 const NO_AGENT: &str = "errors_without_an_agent_have_codes_of_the_router";
 const ROUTER_ERRORS: &str = "router/src/http/errors.rs";
 
@@ -143,10 +145,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::TurnBeforeFailed,
         (MOMENTS, "a_delta_is_not_appended_without_the_turn_before", "turn_before_failed"),
     ),
-    (
-        Code::WholeHistory,
-        (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "whole_history"),
-    ),
+    (Code::WholeHistory, (AGENT, AT_THE_AGENT, "whole_history")),
     (
         Code::DeltaNeedsOpen,
         (
@@ -352,14 +351,8 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         ),
     ),
     (Code::EnginesDisaggregated, (ROUTER_ERRORS, NO_AGENT, "Code::EnginesDisaggregated")),
-    (
-        Code::NoPair,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::NoPair"),
-    ),
-    (
-        Code::HandOffLate,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::HandOffLate"),
-    ),
+    (Code::NoPair, (ROUTER_ERRORS, NO_AGENT, "Code::NoPair")),
+    (Code::HandOffLate, (ROUTER_ERRORS, NO_AGENT, "Code::HandOffLate")),
     (Code::PairUnsupported, (ROUTER_ERRORS, NO_AGENT, "Code::PairUnsupported")),
     (
         Code::WorkerUnreachable,
@@ -398,10 +391,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
             "Code::WorkerTimeout",
         ),
     ),
-    (
-        Code::Internal,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::Internal"),
-    ),
+    (Code::Internal, (ROUTER_ERRORS, NO_AGENT, "Code::Internal")),
     (
         Code::InvalidRequest,
         (UNREADABLE, "a_request_that_is_not_http_is_refused_in_berths_form", "invalid_request"),
@@ -424,14 +414,8 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::DeltaWithoutSession,
         (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "delta_without_session"),
     ),
-    (
-        Code::SessionParams,
-        (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "session_params"),
-    ),
-    (
-        Code::BatchInSession,
-        (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "batch_in_session"),
-    ),
+    (Code::SessionParams, (AGENT, AT_THE_AGENT, "session_params")),
+    (Code::BatchInSession, (AGENT, AT_THE_AGENT, "batch_in_session")),
     (Code::TurnAborted, (TURNS, "a_turn_that_waits_for_room_ends_at_once", "turn_aborted")),
     (
         Code::ResponseUnknown,
@@ -454,33 +438,13 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         (BODY, "a_turn_in_the_background_is_refused", "Code::BackgroundUnsupported"),
     ),
     (Code::TokenIds, (BODY, "what_would_harm_the_engine_is_refused", "Code::TokenIds")),
-    (
-        Code::TokenOutOfVocabulary,
-        (
-            AGENT,
-            "refusals_come_from_the_agent_and_never_reach_the_engine",
-            "token_out_of_vocabulary",
-        ),
-    ),
-    (
-        Code::NoRank,
-        (
-            STAGED_PREFILL,
-            "an_agent_takes_prompts_that_its_engine_can_compute_and_no_others",
-            "no_rank",
-        ),
-    ),
-    (Code::Claim, (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "claim")),
+    (Code::TokenOutOfVocabulary, (AGENT, AT_THE_AGENT, "token_out_of_vocabulary")),
+    (Code::NoRank, (STAGED_PREFILL, NOT_STAGED, "no_rank")),
+    (Code::Claim, (AGENT, AT_THE_AGENT, "claim")),
     (Code::BodyIncomplete, (BUDGET, "a_body_that_breaks_off_is_refused", "Code::BodyIncomplete")),
     (Code::BodyLate, (BUDGET, "a_silent_client_takes_no_budget_and_is_refused", "Code::BodyLate")),
-    (
-        Code::ContentEncoding,
-        (AGENT, "refusals_come_from_the_agent_and_never_reach_the_engine", "content_encoding"),
-    ),
-    (
-        Code::ModelNotFound,
-        (ROUTER_ERRORS, "errors_without_an_agent_have_codes_of_the_router", "Code::ModelNotFound"),
-    ),
+    (Code::ContentEncoding, (AGENT, AT_THE_AGENT, "content_encoding")),
+    (Code::ModelNotFound, (ROUTER_ERRORS, NO_AGENT, "Code::ModelNotFound")),
     (
         Code::PlacementUnknown,
         (
@@ -491,14 +455,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
     ),
     (Code::RouteUnknown, (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "route_unknown")),
     (Code::MethodNotAllowed, (REFUSALS, "no_get_opens_or_closes_a_session", "method_not_allowed")),
-    (
-        Code::StagedPrefill,
-        (
-            STAGED_PREFILL,
-            "an_agent_takes_prompts_that_its_engine_can_compute_and_no_others",
-            "staged_prefill",
-        ),
-    ),
+    (Code::StagedPrefill, (STAGED_PREFILL, NOT_STAGED, "staged_prefill")),
     (
         Code::StagedPrefillFull,
         (STAGED_PREFILL, "a_prompt_beyond_the_queue_is_not_staged", "staged_prefill_full"),

@@ -1,4 +1,4 @@
-//! Adapters, cache salts and extra keys: which turns continue a session's KV, and which are refused.
+//! Tests which turns continue a session's KV, by adapter, cache salt and extra key.
 
 use super::{
     trim::{auto, full_history, trimming},
