@@ -425,7 +425,9 @@ fn start_agent(
     metrics: &Metrics,
     tasks: &Tasks,
 ) -> Result<(AgentHandle, ShimHandle, Option<Arc<StagedPrefillQueues>>), Error> {
-    let agent_id = config.agent_id(listeners.control.local_addr()?);
+    let (data_addr, control_addr) = (listeners.data.local_addr()?, listeners.control.local_addr()?);
+    let agent_id = config.agent_id(control_addr);
+    let data_tls = config.tls.server_files().is_some();
     let table_settings = table_settings(config, &agent_id, epoch);
     // The journal must be opened first, because it is a lock: only one agent at a time can hold it,
     // and only that agent may use the engine and its shim.
@@ -439,12 +441,8 @@ fn start_agent(
     let reporter = owner::ReporterSetup {
         agent_id,
         epoch,
-        advertised: config.advertise.resolve(
-            listeners.data.local_addr()?,
-            listeners.control.local_addr()?,
-            config.tls.server_files().is_some(),
-        ),
-        data_tls: config.tls.server_files().is_some(),
+        advertised: config.advertise.resolve(data_addr, control_addr, data_tls),
+        data_tls,
         staged_prefill_queues: queues.clone(),
         report_interval: ms(config.reports.interval_ms),
         watchdog: Watchdog::start()?,
@@ -470,7 +468,6 @@ fn start_agent(
     Ok((owner::start(setup, shim_events, trimmer_events, tasks), shim, queues))
 }
 
-/// Returns the settings of the session table.
 fn table_settings(config: &Config, agent_id: &str, epoch: u64) -> TableSettings {
     TableSettings {
         incarnation_prefix: incarnation::prefix(agent_id, epoch),

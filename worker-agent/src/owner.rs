@@ -56,7 +56,7 @@ use self::{
     handle::{OwnerMessage, TurnEnd, new_turn_rid},
     reporter::Reporter,
     session_calls::PendingDemotions,
-    shims::{Shims, record_inspection, record_sessions},
+    shims::{Shims, record_inspection},
     trim::TrimmerLink,
     volatile_prefix::PrefixWarnings,
     waiters::{Waiter, Waiters},
@@ -386,7 +386,7 @@ impl Owner {
                 let load = EngineLoad { waiting_requests, used_tokens };
                 self.table.handle_load(now(), facts.dp_rank, load);
             }
-            ShimEvent::Sessions(sessions) => record_sessions(&mut self.table, sessions),
+            ShimEvent::Sessions(sessions) => self.record_sessions(sessions),
             ShimEvent::Closed { dp_rank, id } => {
                 self.table.handle_session_gone(now(), dp_rank, &id);
             }

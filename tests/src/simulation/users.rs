@@ -178,11 +178,9 @@ impl World {
         let idle = waits == 0 && !opening;
         let opens = matches!(habit, Habit::Pinned | Habit::Mixed);
         let must_close = self.users[number].must_close;
-        // The next agent takes up a session whose close nobody has heard.
-        let hears = self.agent.as_ref().is_some_and(|agent| agent.hands_over_by.is_none());
+        let hears_closes = self.agent.as_ref().is_some_and(|agent| agent.hands_over_by.is_none());
         match self.rng.u32(..100) {
-            0..4 if idle && hears => self.user_closes(number),
-            _ if must_close && idle && hears => self.user_closes(number),
+            draw if idle && hears_closes && (must_close || draw < 4) => self.user_closes(number),
             4..12 if opens && idle => self.user_opens(number),
             12..24 if habit == Habit::Mixed => self.foreign_turn(number),
             _ => self.session_turn(number),

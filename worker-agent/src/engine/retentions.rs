@@ -2,7 +2,7 @@
 //!
 //! A retention is a way to keep a session's KV between turns. Under some of the engine's flags a
 //! retention is impossible, and under others it is *unsafe*: a turn ends the engine, or sessions
-//! hold what nobody counts. [`RULES`] has one rule for each such combination of SGLang's version,
+//! hold what nobody counts. `RULES` has one rule for each such combination of SGLang's version,
 //! its flags and a retention. A retention to which no rule applies is offered.
 //!
 //! `info` reads the flags from `/server_info`, [`second_pool_of`] looks at the model's config where

@@ -21,7 +21,7 @@ use service::{clock::now, tasks::Tasks};
 use tracing::{debug, info, warn};
 
 use self::check::ShimCheck;
-use super::{reporter::ShimAbilities, retentions::ShimWords, trim::TrimmerLink};
+use super::{Owner, reporter::ShimAbilities, retentions::ShimWords, trim::TrimmerLink};
 use crate::{
     gpu::{Gpus, process::Scheduler},
     session::{SessionReport, Table, TablePart},
@@ -201,14 +201,18 @@ fn function_off(function: &str, reason: &str) -> FunctionOff {
     FunctionOff { function: function.to_owned(), reason }
 }
 
-/// Passes a shim's report of sessions to the session table: a part of a full table, or changes.
-pub(super) fn record_sessions(table: &mut Table, sessions: SessionChanges) {
-    let SessionChanges { dp_rank, begins_table, ends_table, changed, gone_ids } = sessions;
-    let part = TablePart { begins_table, ends_table };
-    let reports: Vec<SessionReport> = changed.into_iter().map(session_report).collect();
-    table.handle_session_reports(now(), dp_rank, part, &reports);
-    for id in gone_ids {
-        table.handle_session_gone(now(), dp_rank, &id);
+impl Owner {
+    /// Passes a shim's report of sessions to the session table: a part of a full table, or changes.
+    pub(super) fn record_sessions(&mut self, sessions: SessionChanges) {
+        let SessionChanges { dp_rank, begins_table, ends_table, changed, gone_ids } = sessions;
+        // The shim sends no figures before a full table is complete, so this is its sign of life.
+        self.engine.record_shim(dp_rank, now());
+        let part = TablePart { begins_table, ends_table };
+        let reports: Vec<SessionReport> = changed.into_iter().map(session_report).collect();
+        self.table.handle_session_reports(now(), dp_rank, part, &reports);
+        for id in gone_ids {
+            self.table.handle_session_gone(now(), dp_rank, &id);
+        }
     }
 }
 

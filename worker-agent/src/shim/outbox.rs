@@ -37,6 +37,9 @@ pub(super) struct Outbox {
     ends_table: bool,
     /// The latest figures, unless the agent has taken them.
     facts: Option<RankFacts>,
+    /// Whether the figures come before the next changes of sessions. Otherwise a shim whose
+    /// sessions change faster than the agent takes them would seem to report no figures.
+    are_facts_next: bool,
     audit_reply: Option<AuditReply>,
 }
 
@@ -50,6 +53,7 @@ impl Outbox {
             begins_table: false,
             ends_table: false,
             facts: None,
+            are_facts_next: false,
             audit_reply: None,
         }
     }
@@ -138,10 +142,15 @@ impl Protocol for Outbox {
         self.events.is_empty() && !has_states
     }
 
-    /// Takes the events first, then the sessions, the facts, and the audit's result.
+    /// Takes the events first, then by turns the sessions and the facts, and the audit's result.
     fn next_report(&mut self) -> Option<ShimEvent> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);
+        }
+        if std::mem::take(&mut self.are_facts_next)
+            && let Some(facts) = self.facts.take()
+        {
+            return Some(ShimEvent::Facts(facts));
         }
         if self.has_session_changes() {
             let mut sessions = SessionChanges {
@@ -157,6 +166,7 @@ impl Protocol for Outbox {
                     None => sessions.gone_ids.push(id),
                 }
             }
+            self.are_facts_next = true;
             return Some(ShimEvent::Sessions(sessions));
         }
         if let Some(facts) = self.facts.take() {
@@ -280,6 +290,19 @@ mod tests {
         let is_end = |report| matches!(report, ShimEvent::Sessions(changes) if changes.ends_table);
         assert_eq!(reports.by_ref().filter(|report| is_end(report.clone())).count(), 1);
         assert!(outbox.has_no_report());
+    }
+
+    #[test]
+    fn figures_come_although_the_sessions_change_all_the_time() {
+        let mut outbox = Outbox::new(0);
+        let mut change = |history| {
+            let sessions = vec![session("a", history)];
+            outbox.push(Update { sessions, ..update(history.into(), false) });
+            outbox.next_report()
+        };
+        let reports: Vec<_> = (0..4).filter_map(&mut change).collect();
+        let is_facts = |report: &&ShimEvent| matches!(report, ShimEvent::Facts(_));
+        assert_eq!(reports.iter().filter(is_facts).count(), 2, "{reports:?}");
     }
 
     #[test]
