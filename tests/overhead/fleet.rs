@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     net::{IpAddr, SocketAddr},
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
 
@@ -35,15 +35,45 @@ pub(crate) struct Security {
     pub(crate) keys: bool,
 }
 
+/// How a fleet is started.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) security: Security,
+    /// The folder with the programs of agent and router.
+    pub(crate) programs: PathBuf,
+    /// The time of the engine for a token, in milliseconds.
+    pub(crate) step_ms: u32,
+}
+
+impl Plan {
+    /// Returns a fleet of this build without certificates and keys, whose engine takes no time: a
+    /// wait for a timer would hide everything else.
+    pub(crate) fn own() -> anyhow::Result<Self> {
+        let (security, step_ms) = (Security::default(), 0);
+        Ok(Self { security, programs: own_programs()?, step_ms })
+    }
+}
+
+/// Returns the folder of this program, where the others of its build are too.
+pub(crate) fn own_programs() -> anyhow::Result<PathBuf> {
+    let path = std::env::current_exe()?;
+    Ok(path.parent().context("a program without a folder")?.to_owned())
+}
+
 /// A process that is killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Process(Child);
 
 impl Process {
-    /// Starts a program that lies beside this one. Its log is a file in the folder.
-    fn start(folder: &Path, program: &str, flags: &[&str]) -> anyhow::Result<Self> {
+    /// Starts one of the programs. Its log is a file in the folder.
+    fn start(
+        folder: &Path,
+        programs: &Path,
+        program: &str,
+        flags: &[&str],
+    ) -> anyhow::Result<Self> {
         let log = File::create(folder.join(format!("{program}.log")))?;
-        let path = std::env::current_exe()?.with_file_name(program);
+        let path = programs.join(program);
         let mut command = Command::new(&path);
         command.args(flags).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         Ok(Self(command.spawn().with_context(|| format!("{} can't start", path.display()))?))
@@ -89,11 +119,11 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// Starts an engine and its agent, and waits until both are ready.
-    pub(crate) async fn start(security: Security) -> anyhow::Result<Self> {
+    pub(crate) async fn start(plan: &Plan) -> anyhow::Result<Self> {
         let (host, folder) = (own_addr().ip(), tempfile::tempdir()?);
         write_secrets(folder.path(), host)?;
         let port = ENGINE_PORT.to_string();
-        // The engine takes no time itself: a wait for a timer would hide everything else.
+        let step_ms = plan.step_ms;
         let flags = [
             &format!("--host={host}"),
             &format!("--port={port}"),
@@ -102,14 +132,18 @@ impl Worker {
             "--enable-metrics",
             "--health-ms=0",
             "--prefill-tokens-per-s=1e12",
-            "--decode-ms-per-step=0",
+            &format!("--decode-ms-per-step={step_ms}"),
+            // Room for a session of some hundred turns.
+            "--max-total-tokens=65536",
+            "--context-length=32768",
         ];
-        let engine = Process::start(folder.path(), "engine-sim", &flags)?;
-        let settings = agent_settings(folder.path(), host, security);
+        let engine = Process::start(folder.path(), &own_programs()?, "engine-sim", &flags)?;
+        let settings = agent_settings(folder.path(), host, plan.security);
         let config = folder.path().join("agent.toml");
         fs::write(&config, settings)?;
         let config = config.display().to_string();
-        let agent = Process::start(folder.path(), "berth-agent", &["--config", &config])?;
+        let flags = ["--config", &config];
+        let agent = Process::start(folder.path(), &plan.programs, "berth-agent", &flags)?;
         ready(&Web::default(), SocketAddr::new(host, ADMIN_PORT)).await;
         Ok(Self { agent, host, folder, _engine: engine })
     }
@@ -127,19 +161,20 @@ pub(crate) struct Fleet {
     pub(crate) web: Web,
     /// The header with the client's key.
     pub(crate) authorization: Option<String>,
-    router: Process,
+    pub(crate) router: Process,
     worker: Worker,
 }
 
 impl Fleet {
     /// Starts all processes, and waits until they are ready.
-    pub(crate) async fn start(security: Security) -> anyhow::Result<Self> {
-        let worker = Worker::start(security).await?;
-        let (folder, host) = (worker.folder.path(), worker.host);
+    pub(crate) async fn start(plan: &Plan) -> anyhow::Result<Self> {
+        let worker = Worker::start(plan).await?;
+        let (folder, host, security) = (worker.folder.path(), worker.host, plan.security);
         let config = folder.join("router.toml");
         fs::write(&config, router_settings(folder, host, security))?;
         let config = config.display().to_string();
-        let router = Process::start(folder, "berth-router", &["--config", &config])?;
+        let flags = ["--config", &config];
+        let router = Process::start(folder, &plan.programs, "berth-router", &flags)?;
         ready(&Web::default(), SocketAddr::new(host, ROUTER_ADMIN_PORT)).await;
         let scheme = if security.client_tls { "https" } else { "http" };
         Ok(Self {
@@ -149,6 +184,11 @@ impl Fleet {
             router,
             worker,
         })
+    }
+
+    /// Returns the process of the agent.
+    pub(crate) fn agent(&self) -> &Process {
+        &self.worker.agent
     }
 
     /// Returns the processor time of router and agent so far, in seconds.

@@ -10,7 +10,7 @@ use serde::Serialize;
 use service::clock::now;
 use tests::cluster::text_turn;
 
-use crate::fleet::{Fleet, Security};
+use crate::fleet::{Fleet, Plan, Security};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
@@ -83,7 +83,7 @@ pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
     }
     let mut fleets = vec![];
     for (_, security) in &variants {
-        let fleet = Fleet::start(*security).await?;
+        let fleet = Fleet::start(&Plan { security: *security, ..Plan::own()? }).await?;
         round(&fleet, options.turns).await?;
         fleets.push(fleet);
     }
@@ -137,7 +137,7 @@ async fn round(fleet: &Fleet, turns: u32) -> anyhow::Result<Round> {
     Ok(Round { turn_us: median(times), processor_us })
 }
 
-fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

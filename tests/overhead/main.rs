@@ -1,12 +1,14 @@
 //! Measures what the release binaries cost beside an engine; see `tests/overhead/run`.
 //!
 //! - `fleet`: an engine, an agent and a router as processes, with certificates and keys or without.
+//! - `hops`: what a turn costs in this build and in another one.
 //! - `latency`: the time that certificates and keys add to a turn.
 //! - `memory`: the memory of an agent with many sessions and watchers.
 
 #![expect(clippy::print_stdout, reason = "the results are its output")]
 
 mod fleet;
+mod hops;
 mod latency;
 mod memory;
 
@@ -25,6 +27,8 @@ struct Options {
 
 #[derive(Debug, Subcommand)]
 enum What {
+    /// Compares what turns cost in this build and in another one.
+    Hops(hops::Options),
     /// Compares turns with and without certificates, keys and tokens.
     Tls(latency::Options),
     /// Prints the memory of an agent with many sessions and watchers.
@@ -48,6 +52,7 @@ fn main() -> anyhow::Result<()> {
 
 async fn measure(options: &Options) -> anyhow::Result<()> {
     match &options.what {
+        What::Hops(hops) => show(&hops::measure(hops).await?, options.json),
         What::Tls(tls) => show(&latency::measure(tls).await?, options.json),
         What::Memory(memory) => show(&memory::measure(memory).await?, options.json),
     }

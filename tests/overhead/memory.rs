@@ -8,7 +8,7 @@ use serde::Serialize;
 use tokio::task::JoinSet;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::fleet::{Process, Security, Worker};
+use crate::fleet::{Plan, Process, Worker};
 
 /// How many sessions are opened at a time, each for another principal.
 const OPENS: u32 = 64;
@@ -52,7 +52,7 @@ impl fmt::Display for Figures {
 
 /// Opens the sessions, then the watches, and reads the memory after each.
 pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
-    let worker = Worker::start(Security::default()).await?;
+    let worker = Worker::start(&Plan::own()?).await?;
     let url = format!("http://{}", worker.control_addr());
     let client = WorkerAgentClient::new(connect(&url).await?);
     let (alone_mib, _) = resident_mib(&worker.agent)?;
