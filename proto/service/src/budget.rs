@@ -21,6 +21,8 @@ const UNIT_BYTES: usize = 1024;
 /// because a body holds budget while it arrives. In an agent, the turn also keeps its session
 /// reserved, so that the session's other turns wait.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
+/// After so many bytes, a body that arrives lets other requests go first.
+const YIELD_BYTES: usize = 128 * 1024;
 /// Initial capacity of a body's buffer, in bytes. It is enough for most turns of coding agents.
 const BUFFER_BYTES_INITIAL: usize = 64 * 1024;
 
@@ -124,6 +126,7 @@ where
         return Err(too_large(body_bytes_max).into());
     }
     let mut bytes = BytesMut::with_capacity(announced_bytes.min(BUFFER_BYTES_INITIAL));
+    let mut yield_at = YIELD_BYTES;
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| {
             Refusal::new(Code::BodyIncomplete, format!("the body did not arrive: {error}"))
@@ -135,6 +138,11 @@ where
         }
         grow(&bytes, received_bytes)?;
         bytes.extend_from_slice(&data);
+        if bytes.len() >= yield_at {
+            // The next frames may all be there: a body that is decompressed on its way, say.
+            yield_at = bytes.len() + YIELD_BYTES;
+            tokio::task::yield_now().await;
+        }
     }
     Ok(bytes.freeze())
 }

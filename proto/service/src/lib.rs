@@ -14,6 +14,7 @@
 //! - [`histogram`]: histograms with classic and native buckets.
 //! - [`log`]: logs on standard error.
 //! - [`memory`]: the size of the process's memory.
+//! - [`places`]: shares out the processors for work on long bodies.
 //! - [`private_folder`]: files that only this process's user can read or replace.
 //! - [`process_metrics`]: metrics of the process itself.
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
@@ -38,6 +39,7 @@ pub mod headers;
 pub mod histogram;
 pub mod log;
 pub mod memory;
+pub mod places;
 pub mod private_folder;
 pub mod process_metrics;
 pub mod refusal;

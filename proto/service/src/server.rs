@@ -25,6 +25,7 @@ mod settings;
 mod unreadable;
 
 use std::{
+    any::Any,
     convert::Infallible,
     future::Future,
     net::{IpAddr, SocketAddr, TcpListener as StdListener},
@@ -40,7 +41,6 @@ use std::{
 use axum::{Router, body::Body, response::IntoResponse as _};
 use http::{HeaderValue, header};
 use hyper::{
-    body::Incoming,
     server::conn::http1,
     service::{Service as _, service_fn},
 };
@@ -64,7 +64,7 @@ use self::{
     metrics::CloseReason,
     port_limits::ADMIN_CONNECTIONS_MAX,
     read_ahead::{CurrentAnswer, ReadAheadBody},
-    unreadable::{RefusalIo, Requests, Watched},
+    unreadable::{RefusalIo, RequestBody, Requests, Watched},
 };
 pub use self::{
     metrics::Metrics,
@@ -114,6 +114,20 @@ pub fn bind(addr: SocketAddr) -> std::io::Result<StdListener> {
 /// The address of the client's end of a connection. Every request has it as an extension.
 #[derive(Debug, Clone, Copy)]
 pub struct PeerAddress(pub IpAddr);
+
+/// What an answer holds until its body has ended, such as a share. A response has it as an
+/// extension.
+#[derive(Debug, Clone)]
+pub struct HeldByAnswer {
+    _held: Arc<dyn Any + Send + Sync>,
+}
+
+impl HeldByAnswer {
+    /// Has `held` dropped when the answer has ended.
+    pub fn new(held: impl Any + Send + Sync) -> Self {
+        Self { _held: Arc::new(held) }
+    }
+}
 
 /// Serves the routes `app` until `tasks` are cancelled. Then each connection finishes its running
 /// request. A connection takes about 40 KiB while it reads, and with `tls` 40 KiB more.
@@ -412,7 +426,7 @@ impl RequestHandler {
     /// after the answer. On a connection that has just given way to another one, refuses all.
     fn serve(
         &self,
-        mut request: http::Request<Incoming>,
+        mut request: http::Request<RequestBody>,
     ) -> impl Future<Output = Result<http::Response<ReadAheadBody>, Infallible>> + use<> {
         self.has_request.store(true, Ordering::Relaxed);
         let guard = RequestGuard::new(&self.connection);
@@ -435,6 +449,7 @@ impl RequestHandler {
                 Ok(answer) => answer.await?,
                 Err(refusal) => refusal.into_response(),
             };
+            let held = response.extensions_mut().remove::<HeldByAnswer>();
             if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
                 let id = request_id.to_str().unwrap_or_default();
                 debug!(request_id = id, code = refusal.code.as_str(), "request refused");
@@ -447,7 +462,8 @@ impl RequestHandler {
                 let close = HeaderValue::from_static("close");
                 response.headers_mut().insert(header::CONNECTION, close);
             }
-            Ok(response.map(|body| ReadAheadBody::new(body, buffers, &current_answer, guard)))
+            let held = (guard, held);
+            Ok(response.map(|body| ReadAheadBody::new(body, buffers, &current_answer, held)))
         }
     }
 }

@@ -45,8 +45,7 @@ impl PortLimits {
             settings.answer_buffers_bytes_max,
             metrics.answer_buffer_bytes.clone(),
         );
-        let kept_for_others = (connections_max / 8).min(SPARE_CONNECTIONS / 2);
-        let share = connections_max - kept_for_others;
+        let share = share_of_one_address(connections_max);
         Self {
             name: "data",
             health_paths: &HEALTH_PATHS,
@@ -62,6 +61,13 @@ impl PortLimits {
         }
     }
 
+    /// Returns the requests that clients share among them: as many as the connections that one
+    /// address gets by default, as a load balancer has one address.
+    #[must_use]
+    pub fn shared_requests(&self) -> usize {
+        share_of_one_address(self.connections_max)
+    }
+
     /// Returns the limits of an admin port.
     #[must_use]
     pub fn admin(metrics: &Metrics) -> Self {
@@ -75,4 +81,10 @@ impl PortLimits {
             ..limits
         }
     }
+}
+
+/// Returns the connections that one address gets of all.
+fn share_of_one_address(connections_max: usize) -> usize {
+    let kept_for_others = (connections_max / 8).min(SPARE_CONNECTIONS / 2);
+    connections_max - kept_for_others
 }

@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 
 use super::{
-    RequestGuard,
+    HeldByAnswer, RequestGuard,
     drain::{DrainDebt, DrainRate},
 };
 use crate::clock::now;
@@ -120,6 +120,7 @@ pub(super) struct ReadAheadBody {
     answer: Arc<Answer>,
     /// The connection is idle again when hyper drops the body. `None` if it has no place any more.
     _request: Option<RequestGuard>,
+    _held: Option<HeldByAnswer>,
 }
 
 impl ReadAheadBody {
@@ -128,7 +129,7 @@ impl ReadAheadBody {
         body: Body,
         buffers: AnswerBuffers,
         current: &CurrentAnswer,
-        request: Option<RequestGuard>,
+        (request, held): (Option<RequestGuard>, Option<HeldByAnswer>),
     ) -> Self {
         let state = State {
             body: Some(body),
@@ -141,7 +142,7 @@ impl ReadAheadBody {
         let answer =
             Arc::new(Answer { state: Mutex::new(state), is_awaited: AtomicBool::new(false) });
         *current.0.lock() = Arc::downgrade(&answer);
-        Self { answer, _request: request }
+        Self { answer, _request: request, _held: held }
     }
 }
 

@@ -1,4 +1,8 @@
-//! Gives hyper's own answers to unreadable requests the form of all refusals.
+//! Lets clients read why a request was refused whose bytes nobody reads.
+//!
+//! Hyper closes a connection after an answer that didn't wait for the request's body, and doesn't
+//! say so in the answer. So [`Watched`] drops a small body that has arrived by then, and after any
+//! other the answer says that the connection ends. Nothing is waited for.
 //!
 //! Hyper answers a request that it can't parse by itself, with an empty body: 400, 414 or 431. It
 //! offers no hook for that. But it writes such an answer only while no request is in the service
@@ -6,8 +10,9 @@
 //! [`RefusalIo`] stands between hyper and the connection and writes a [`Refusal`] with the same
 //! status instead. [`Watched`] tells it of requests in the service.
 //!
-//! Closing a connection that has unread bytes resets it, and the client could lose the answer. So
-//! `RefusalIo` reads and drops what the client still sends, for a short time.
+//! In both cases, closing a connection that has unread bytes resets it, and the client could lose
+//! the answer. So `RefusalIo` reads and drops what the client still sends, for a short time. The
+//! connection is idle meanwhile.
 
 use std::{
     future::Future,
@@ -22,8 +27,11 @@ use std::{
 };
 
 use bytes::{Buf as _, Bytes};
+use http::{HeaderValue, header};
 use http_body::{Body, Frame, SizeHint};
+use http_body_util::{BodyExt as _, Limited};
 use hyper::{Request, Response, body::Incoming, service::Service};
+use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::Sleep,
@@ -32,10 +40,15 @@ use tracing::debug;
 
 use crate::refusal::{Api, Code, Refusal};
 
-/// The longest time for which bytes after a refused request are read and dropped.
+/// The longest time for which bytes that nobody reads are dropped after an answer.
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(1);
-/// The most bytes that are read and dropped after a refused request.
-const DRAIN_BYTES_MAX: usize = 1024 * 1024;
+/// The most such bytes.
+const DRAIN_BYTES_MAX: usize = 64 << 20;
+
+/// Most bytes of a body that are read only to be dropped, while the connection goes on.
+const DISCARDED_BYTES_MAX: usize = 64 * 1024;
+/// How often the connection is looked at for such a body. What has arrived is there by then.
+const DISCARD_LOOKS: usize = 4;
 
 /// The requests of one connection that the service answers. Clones count together.
 #[derive(Debug, Clone, Default)]
@@ -48,11 +61,17 @@ struct RequestState {
     /// Whether hyper may still have bytes of an answer. It takes a short body whole, and drops it
     /// before it writes the first byte.
     is_unflushed: AtomicBool,
+    /// Whether the newest request's body has not been read to its end.
+    is_body_unread: AtomicBool,
+    /// That body, once the service has dropped it.
+    dropped_body: Mutex<Option<Incoming>>,
 }
 
 impl Requests {
-    fn begin(&self) -> OpenRequest {
+    fn begin(&self, body: &Incoming) -> OpenRequest {
         self.0.open.fetch_add(1, Ordering::Relaxed);
+        self.0.is_body_unread.store(!body.is_end_stream(), Ordering::Relaxed);
+        *self.0.dropped_body.lock() = None;
         self.0.is_unflushed.store(true, Ordering::Relaxed);
         OpenRequest(self.clone())
     }
@@ -60,6 +79,30 @@ impl Requests {
     /// Whether bytes that hyper writes now may be the service's.
     fn is_unflushed(&self) -> bool {
         self.0.is_unflushed.load(Ordering::Relaxed)
+    }
+
+    /// Whether the newest request's body has not been read to its end.
+    fn is_body_unread(&self) -> bool {
+        self.0.is_body_unread.load(Ordering::Relaxed)
+    }
+
+    /// Reads the rest of a body that the service has dropped, as far as it is small and has
+    /// arrived.
+    async fn discard_body(&self) {
+        let Some(body) = self.0.dropped_body.lock().take() else { return };
+        let body = Limited::new(body, DISCARDED_BYTES_MAX);
+        let looks = async {
+            for _ in 0..DISCARD_LOOKS {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            read = body.collect() => {
+                self.0.is_body_unread.store(read.is_err(), Ordering::Relaxed);
+            }
+            () = looks => {}
+        }
     }
 
     /// Handles that hyper has written and flushed all bytes that it has.
@@ -79,6 +122,45 @@ impl Drop for OpenRequest {
     }
 }
 
+/// The body of a request. Notes when it has been read to its end.
+pub(super) struct RequestBody {
+    /// `None` once it was read to its end.
+    body: Option<Incoming>,
+    requests: Requests,
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        *self.requests.0.dropped_body.lock() = self.body.take();
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<Frame<Bytes>, hyper::Error>>> {
+        let Some(body) = &mut self.body else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(&mut *body).poll_frame(context));
+        if frame.is_none() || body.is_end_stream() {
+            self.body = None;
+            self.requests.0.is_body_unread.store(false, Ordering::Relaxed);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(Incoming::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map_or_else(|| SizeHint::with_exact(0), Incoming::size_hint)
+    }
+}
+
 /// A service that counts its requests in [`Requests`].
 pub(super) struct Watched<S> {
     service: S,
@@ -93,8 +175,9 @@ impl<S> Watched<S> {
 
 impl<S, B> Service<Request<Incoming>> for Watched<S>
 where
-    S: Service<Request<Incoming>, Response = Response<B>>,
+    S: Service<Request<RequestBody>, Response = Response<B>>,
     S::Future: Send + 'static,
+    B: Send + 'static,
 {
     type Response = Response<WatchedBody<B>>;
     type Error = S::Error;
@@ -102,10 +185,19 @@ where
         Pin<Box<dyn Future<Output = std::result::Result<Self::Response, S::Error>> + Send>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let open_request = self.requests.begin();
-        let answer = self.service.call(request);
+        let open_request = self.requests.begin(request.body());
+        let requests = self.requests.clone();
+        let answer =
+            self.service.call(request.map(|body| RequestBody { body: Some(body), requests }));
         Box::pin(async move {
-            let answer = answer.await?;
+            let mut answer = answer.await?;
+            if open_request.0.is_body_unread() {
+                open_request.0.discard_body().await;
+            }
+            if open_request.0.is_body_unread() {
+                let close = HeaderValue::from_static("close");
+                answer.headers_mut().insert(header::CONNECTION, close);
+            }
             Ok(answer.map(|body| WatchedBody { body, _request: open_request }))
         })
     }
@@ -266,7 +358,7 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
         ready!(this.poll_write_refusal(context))?;
         if this.drain.is_none() {
             ready!(Pin::new(&mut this.io).poll_shutdown(context))?;
-            if this.refusal.is_none() {
+            if this.refusal.is_none() && !this.requests.is_body_unread() {
                 return Poll::Ready(Ok(()));
             }
         }
@@ -275,7 +367,7 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
             bytes_left: DRAIN_BYTES_MAX,
         };
         let drain = this.drain.get_or_insert_with(new_drain);
-        let mut space = [0; 4096];
+        let mut space = [0; 16 * 1024];
         loop {
             let mut buffer = ReadBuf::new(&mut space);
             let is_open = match Pin::new(&mut this.io).poll_read(context, &mut buffer) {
@@ -372,6 +464,25 @@ mod tests {
         let many: String = (0..150).map(|number| format!("x-{number}: 1\r\n")).collect();
         let request = format!("GET / HTTP/1.1\r\n{many}\r\n");
         assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_does_not_wait_for_the_body_says_that_the_connection_ends() {
+        for rest in ["", &"x".repeat(700_000)] {
+            let request = format!("POST /refused HTTP/1.1\r\ncontent-length: 900000\r\n\r\n{rest}");
+            let answer = exchange(request.as_bytes()).await;
+            assert!(answer.starts_with("HTTP/1.1 405 "), "{answer}");
+            assert!(answer.contains("connection: close\r\n"), "{answer}");
+        }
+        let unread = "POST /refused HTTP/1.1\r\ncontent-length: 2\r\n\r\nxx";
+        let whole = "GET /refused HTTP/1.1\r\nconnection: close\r\n\r\n";
+        let answers = exchange(format!("{unread}{whole}").as_bytes()).await;
+        assert_eq!(answers.matches("HTTP/1.1 ").count(), 2, "a small body is dropped: {answers}");
+        let whole = "POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\nxGET /refused HTTP/1.1\r\nconnection: \
+                     close\r\n\r\n";
+        let answers = exchange(whole.as_bytes()).await;
+        assert_eq!(answers.matches("HTTP/1.1 ").count(), 2, "{answers}");
+        assert_eq!(answers.matches("connection: close").count(), 1, "{answers}");
     }
 
     #[tokio::test]
