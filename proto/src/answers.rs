@@ -1,10 +1,12 @@
-//! Tells from a request's body whether it asks for one answer to one prompt, as a session needs.
+//! Tells from a request's body for how many answers to how many prompts it asks.
 //!
 //! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
 //! answer. A request with several prompts or answers has no place in that sequence. The agent's
 //! `data_port` refuses such a turn of a session. The router's `turn` leaves the session out of such
-//! a turn if the client only hinted at the session. This module is pure.
+//! a turn if the client only hinted at the session. Both count a turn by its sequences where
+//! clients share something. This module is pure.
 
+use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 use crate::{body::Object, route::Kind};
@@ -50,6 +52,63 @@ pub fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
     }
 }
 
+/// Returns the number of sequences that the engine runs for the body side by side: its prompts
+/// times the answers to each. At least 1. What can't be read counts as 1; the engine refuses it.
+#[must_use]
+pub fn count_sequences(kind: Kind, object: &Object<'_>) -> u32 {
+    let lists = |key| elements(object.get(key), |byte| byte == b'[');
+    // One prompt is a list of lists of numbers.
+    let is_list_of_prompts = |value: &&RawValue| {
+        let mut bytes = value.get().bytes().filter(|byte| !byte.is_ascii_whitespace());
+        bytes.by_ref().take(3).all(|byte| byte == b'[')
+    };
+    let embeds = object.get("input_embeds").filter(is_list_of_prompts);
+    let texts = |key| elements(object.get(key), |byte| matches!(byte, b'[' | b'"' | b'{'));
+    let number = |key| object.get(key).map_or(1, read_number);
+    let (prompts, answers) = match kind {
+        Kind::Generate => {
+            let answers = object.get("sampling_params").map_or(1, sampled_answers);
+            (texts("text").max(lists("input_ids")).max(elements(embeds, |_| true)), answers)
+        }
+        Kind::Completions => (texts("prompt"), number("n").max(number("best_of"))),
+        Kind::Embeddings => (texts("input"), 1),
+        Kind::Encode => (texts("text").max(lists("input_ids")), 1),
+        Kind::Score => (texts("items"), 1),
+        Kind::Rerank => (texts("documents"), 1),
+        Kind::Chat | Kind::Responses | Kind::Messages => (1, number("n")),
+        Kind::Transcription | Kind::Tokenizer | Kind::Models | Kind::Info => (1, 1),
+    };
+    prompts.saturating_mul(answers).max(1)
+}
+
+/// Returns the number of an array's elements if the first of them begins so, else 1.
+fn elements(value: Option<&RawValue>, is_begin: impl Fn(u8) -> bool) -> u32 {
+    let list = value.filter(|value| first_byte_inside(value).is_some_and(is_begin));
+    let elements = list.and_then(|list| serde_json::from_str::<Vec<IgnoredAny>>(list.get()).ok());
+    elements.map_or(1, |elements| u32::try_from(elements.len()).unwrap_or(u32::MAX))
+}
+
+/// Returns the answers to each prompt of `/generate`: of a list, the most that an element asks for.
+fn sampled_answers(sampling: &RawValue) -> u32 {
+    let of_one = |one: &RawValue| {
+        let object = Object::parse(one.get().as_bytes()).ok();
+        object.and_then(|object| object.get("n").map(read_number)).unwrap_or(1)
+    };
+    if sampling.get().starts_with('[') {
+        let list = serde_json::from_str::<Vec<&RawValue>>(sampling.get()).unwrap_or_default();
+        return list.into_iter().map(of_one).max().unwrap_or(1);
+    }
+    of_one(sampling)
+}
+
+/// Reads a number of answers, which the engine takes in other forms of a number and as a string
+/// too. One that is too large for a `u32` is the largest.
+fn read_number(value: &RawValue) -> u32 {
+    let text = value.get().trim_matches('"').trim();
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it saturates")]
+    text.parse::<f64>().map_or(1, |number| number.ceil() as u32)
+}
+
 /// Whether the body asks for an answer that is made after the response has ended.
 #[must_use]
 pub fn runs_in_background(kind: Kind, object: &Object<'_>) -> bool {
@@ -62,4 +121,41 @@ pub fn runs_in_background(kind: Kind, object: &Object<'_>) -> bool {
 pub fn first_byte_inside(value: &RawValue) -> Option<u8> {
     let array_text = value.get().strip_prefix('[')?;
     array_text.bytes().find(|byte| !byte.is_ascii_whitespace())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sequences_are_prompts_times_answers() {
+        let cases = [
+            (Kind::Generate, r#"{"text":"a"}"#, 1),
+            (Kind::Generate, r#"{"text":["a","b"],"sampling_params":{"n":3}}"#, 6),
+            (Kind::Generate, r#"{"text":["a"],"sampling_params":[{"n":2},{"n":5}]}"#, 5),
+            (Kind::Generate, r#"{"input_ids":[1,2,3]}"#, 1),
+            (Kind::Generate, r#"{"input_ids":[ [1,2],[3]]}"#, 2),
+            (Kind::Generate, r#"{"input_embeds":[[0.5,1],[2,3]]}"#, 1),
+            (Kind::Generate, r#"{"input_embeds":[[[0.5],[1]],[[2]]]}"#, 2),
+            (Kind::Generate, r#"{"text":"a","sampling_params":{"n":null}}"#, 1),
+            (Kind::Generate, r#"{"text":[],"sampling_params":{"n":0}}"#, 1),
+            (Kind::Generate, r#"{"text":"a","sampling_params":{"n":99999999999}}"#, u32::MAX),
+            (Kind::Generate, r#"{"text":"a","sampling_params":{"n":1,"n":500}}"#, 500),
+            (Kind::Chat, r#"{"n":"500"}"#, 500),
+            (Kind::Chat, r#"{"n":5e2}"#, 500),
+            (Kind::Completions, r#"{"prompt":["a","b"],"n":2,"best_of":4}"#, 8),
+            (Kind::Completions, r#"{"prompt":[1,2]}"#, 1),
+            (Kind::Completions, r#"{"prompt":[[1],[2],[3]]}"#, 3),
+            (Kind::Chat, r#"{"messages":[{},{}],"n":4}"#, 4),
+            (Kind::Embeddings, r#"{"input":["a","b","c"]}"#, 3),
+            (Kind::Rerank, r#"{"query":"q","documents":["a","b"]}"#, 2),
+            (Kind::Transcription, "{}", 1),
+        ];
+        for (kind, body, wanted) in cases {
+            let object = Object::parse(body.as_bytes()).unwrap();
+            assert_eq!(count_sequences(kind, &object), wanted, "{body}");
+            let is_single = has_single_answer(kind, &object);
+            assert!(wanted == 1 || !is_single || matches!(kind, Kind::Rerank), "{body}");
+        }
+    }
 }

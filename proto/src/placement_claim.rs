@@ -30,11 +30,15 @@ pub const CLAIMS_MAX: usize = 32_768;
 /// The longest time for which a claim lives without being renewed.
 pub const TTL_MAX: Duration = Duration::from_secs(3600);
 
+/// The bytes of a claim's key that are of the session's principal.
+const PRINCIPAL_BYTES: usize = 4;
+
 /// Longest id of an agent in a claim, in bytes.
 const AGENT_ID_BYTES_MAX: usize = 128;
 
 /// Identifies a session among claims. It is a hash, so the client's id doesn't leave the router,
-/// and no client can choose an id that is taken for another one.
+/// and no client can choose an id that is taken for another one. Its first bytes are the same for
+/// all sessions of a principal, so that a table can share its places among principals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClaimKey(pub [u8; 16]);
 
@@ -46,9 +50,22 @@ impl From<&SessionKey> for ClaimKey {
         hasher.update(principal);
         hasher.update(key.id().as_bytes());
         let hash: [u8; 32] = hasher.finalize().into();
-        Self(*hash.first_chunk().expect("a SHA-256 has 32 bytes"))
+        let mut key: [u8; 16] = *hash.first_chunk().expect("a SHA-256 has 32 bytes");
+        let of_principal = Sha256::digest(principal);
+        key[..PRINCIPAL_BYTES].copy_from_slice(&of_principal[..PRINCIPAL_BYTES]);
+        Self(key)
     }
 }
+
+impl ClaimKey {
+    /// Returns what is the same for all sessions of the principal.
+    fn principal(self) -> PrincipalHash {
+        *self.0.first_chunk().expect("a key is longer")
+    }
+}
+
+/// The first bytes of a [`ClaimKey`]. Two principals that have the same share their places.
+type PrincipalHash = [u8; PRINCIPAL_BYTES];
 
 /// Asks for a claim: a compare-and-set.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,6 +125,8 @@ pub struct ClaimTable {
     claims: HashMap<ClaimKey, Held>,
     /// The claims in the order in which they expire.
     expiry_order: BTreeSet<(Instant, ClaimKey)>,
+    /// The same by principal. A principal without claims has no entry.
+    principals: HashMap<PrincipalHash, BTreeSet<(Instant, ClaimKey)>>,
     claims_max: usize,
     /// The generation of the newest claim.
     last_generation: u64,
@@ -123,6 +142,7 @@ impl ClaimTable {
         Self {
             claims: HashMap::new(),
             expiry_order: BTreeSet::new(),
+            principals: HashMap::new(),
             claims_max,
             last_generation: epoch,
         }
@@ -133,13 +153,18 @@ impl ClaimTable {
     /// Without a claim, the request makes one. A request that expects the generation of the claim
     /// renews it, and replaces its worker. Any other request changes nothing.
     ///
+    /// In a full table, the principal with the most claims loses the one that expires first to a
+    /// principal with fewer.
+    ///
     /// # Errors
     /// If there is no room for a new claim.
     pub fn claim(&mut self, request: ClaimRequest, now: Instant) -> Result<PlacementClaim, Error> {
         self.drop_expired(now);
         let ClaimRequest { key, wanted, expected, ttl } = request;
         let expires_at = now + ttl.min(TTL_MAX);
-        let is_full = self.claims.len() >= self.claims_max;
+        if !self.claims.contains_key(&key) {
+            self.make_room(key)?;
+        }
         match self.claims.get_mut(&key) {
             Some(held) if expected == Some(held.generation) => {
                 if held.worker != wanted {
@@ -147,17 +172,16 @@ impl ClaimTable {
                     held.generation = self.last_generation;
                     held.worker = wanted;
                 }
-                self.expiry_order.remove(&(held.expires_at, key));
-                self.expiry_order.insert((expires_at, key));
-                held.expires_at = expires_at;
+                let former = std::mem::replace(&mut held.expires_at, expires_at);
+                self.forget_place(former, key);
+                self.note_place(expires_at, key);
             }
             Some(held) => return Ok(held.answer(false)),
-            None if is_full => return Err(Error::Full(self.claims_max)),
             None => {
                 self.last_generation += 1;
                 let generation = self.last_generation;
                 self.claims.insert(key, Held { worker: wanted, generation, expires_at });
-                self.expiry_order.insert((expires_at, key));
+                self.note_place(expires_at, key);
             }
         }
         #[cfg(debug_assertions)]
@@ -177,12 +201,42 @@ impl ClaimTable {
         self.claims.is_empty()
     }
 
+    /// Makes room for a new claim in a full table.
+    fn make_room(&mut self, key: ClaimKey) -> Result<(), Error> {
+        if self.claims.len() < self.claims_max {
+            return Ok(());
+        }
+        let own = self.principals.get(&key.principal()).map_or(0, BTreeSet::len);
+        let largest = self.principals.values().max_by_key(|claims| claims.len());
+        let yielding = largest.filter(|claims| claims.len() > own + 1);
+        let Some(&(expires_at, yielding)) = yielding.and_then(BTreeSet::first) else {
+            return Err(Error::Full(self.claims_max));
+        };
+        self.claims.remove(&yielding);
+        self.forget_place(expires_at, yielding);
+        Ok(())
+    }
+
     fn drop_expired(&mut self, now: Instant) {
         while let Some(&(expires_at, key)) = self.expiry_order.first()
             && expires_at <= now
         {
-            self.expiry_order.pop_first();
             self.claims.remove(&key);
+            self.forget_place(expires_at, key);
+        }
+    }
+
+    fn note_place(&mut self, expires_at: Instant, key: ClaimKey) {
+        self.expiry_order.insert((expires_at, key));
+        self.principals.entry(key.principal()).or_default().insert((expires_at, key));
+    }
+
+    fn forget_place(&mut self, expires_at: Instant, key: ClaimKey) {
+        self.expiry_order.remove(&(expires_at, key));
+        let Some(claims) = self.principals.get_mut(&key.principal()) else { return };
+        claims.remove(&(expires_at, key));
+        if claims.is_empty() {
+            self.principals.remove(&key.principal());
         }
     }
 
@@ -194,6 +248,7 @@ impl ClaimTable {
         for (expires_at, key) in self.expiry_order.iter().take(8) {
             let held = self.claims.get(key).expect("a place of a claim that is gone");
             assert_eq!(held.expires_at, *expires_at, "a claim at another's place");
+            assert!(self.principals[&key.principal()].contains(&(*expires_at, *key)));
             assert!(held.generation <= self.last_generation, "a generation from nowhere");
         }
     }
@@ -324,6 +379,22 @@ mod tests {
         table.claim(request(1, 1, None), now).unwrap();
         assert_eq!(table.claim(request(2, 1, None), now), Err(Error::Full(1)));
         assert!(table.claim(request(2, 1, None), now + TTL).unwrap().is_granted);
+    }
+
+    #[test]
+    fn a_principal_with_many_claims_leaves_room_to_one_with_few() {
+        let (mut table, now) = (ClaimTable::new(100, 0), start());
+        let mut claim = |principal: &str, number: u32| {
+            let key = ClaimKey::from(&SessionKey::new(principal, number.to_string()).unwrap());
+            let now = now + Duration::from_millis(number.into());
+            table.claim(ClaimRequest { key, ..request(0, 1, None) }, now)
+        };
+        assert!((0..100).all(|number| claim("hog", number).is_ok()));
+        assert_eq!(claim("hog", 100), Err(Error::Full(100)));
+        let others = (0..60).filter(|number| claim("other", *number).is_ok()).count();
+        assert_eq!(others, 50, "a half each");
+        assert!(claim("hog", 99).is_ok_and(|held| !held.is_granted), "the newest claim holds");
+        assert!(claim("third", 0).is_ok());
     }
 
     #[test]
