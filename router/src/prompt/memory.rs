@@ -31,6 +31,11 @@ impl TokenizerMemory {
         Self { pool: Arc::clone(pool), sharer: sharer.clone(), metrics: Arc::clone(metrics) }
     }
 
+    /// Returns the name of the client.
+    pub(super) fn client(&self) -> Arc<str> {
+        Arc::clone(&self.sharer.name)
+    }
+
     /// Takes the memory in which a body's messages are read. `None` if there is none now, which is
     /// counted.
     pub(super) fn take_to_read(&self, body_bytes: usize) -> Option<Share> {

@@ -7,9 +7,16 @@
 //! stores the block hashes of a segment under a key that identifies all the text up to the
 //! segment's end.
 //!
+//! Each segment belongs to the client that had it tokenized. If memory is short, the client with
+//! the most cached bytes loses its segment that was unused for longest. So nobody's prompts push
+//! out the segments of a client that has fewer.
+//!
 //! The caller, `model::tokens`, chooses the marks and makes the tokens. The cache holds no text.
 
-use std::collections::{HashMap, VecDeque};
+use std::{
+    collections::{BTreeSet, HashMap, VecDeque},
+    sync::Arc,
+};
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_128;
@@ -20,18 +27,29 @@ const ENTRY_BYTES: usize = 192;
 /// Identifies a prompt's text from its beginning to the end of a segment.
 type PrefixKey = u128;
 
-/// The cached segments. If memory is short, the segments that were unused for longest are removed.
+/// The cached segments.
 #[derive(Debug)]
 pub(super) struct SegmentCache {
     entries: HashMap<PrefixKey, Entry>,
-    /// The key of each entry, once, with the entry's `last_lookup` when its key was queued.
-    eviction_queue: VecDeque<(u64, PrefixKey)>,
+    /// The clients that have entries.
+    owners: HashMap<Arc<str>, Owned>,
+    /// The same clients by the memory of their entries, in bytes.
+    by_bytes: BTreeSet<(usize, Arc<str>)>,
     /// Memory of all entries, in bytes.
     bytes: usize,
     /// The most bytes that `bytes` may be.
     bytes_max: usize,
     /// Number of prompts looked up so far. The number serves as a clock.
     lookups: u64,
+}
+
+/// The entries of one client.
+#[derive(Debug, Default)]
+struct Owned {
+    /// Their memory, in bytes.
+    bytes: usize,
+    /// The key of each entry, once, with the entry's `last_lookup` when its key was queued.
+    eviction_queue: VecDeque<(u64, PrefixKey)>,
 }
 
 #[derive(Debug)]
@@ -72,7 +90,8 @@ impl SegmentCache {
     pub(super) fn new(bytes_max: usize) -> Self {
         Self {
             entries: HashMap::new(),
-            eviction_queue: VecDeque::new(),
+            owners: HashMap::new(),
+            by_bytes: BTreeSet::new(),
             bytes: 0,
             bytes_max,
             lookups: 0,
@@ -97,9 +116,10 @@ impl SegmentCache {
         segments.len()
     }
 
-    /// Extends the prefix by a segment with these tokens, and caches the segment.
+    /// Extends the prefix by a segment with these tokens, and caches the segment for `owner`.
     pub(super) fn extend_and_cache(
         &mut self,
+        owner: &Arc<str>,
         prefix: &mut HashedPrefix,
         segment: &str,
         tokens: &[u32],
@@ -108,27 +128,51 @@ impl SegmentCache {
         prefix.key = prefix.key_after(segment);
         prefix.chain.push(tokens, &mut prefix.hashes);
         let hashes = Box::from(&prefix.hashes[hashes_before..]);
-        let entry = Entry { chain: prefix.chain, hashes, last_lookup: self.lookups };
-        self.bytes += entry.bytes();
-        match self.entries.insert(prefix.key, entry) {
-            // Another turn cached the segment meanwhile, so its key is in the queue.
-            Some(replaced) => self.bytes -= replaced.bytes(),
-            None => self.eviction_queue.push_back((self.lookups, prefix.key)),
+        if let Some(entry) = self.entries.get_mut(&prefix.key) {
+            // Another turn cached the segment meanwhile.
+            entry.last_lookup = self.lookups;
+            return;
         }
+        let last_lookup = self.lookups;
+        let entry = Entry { chain: prefix.chain, hashes, last_lookup };
+        let bytes = entry.bytes();
+        self.entries.insert(prefix.key, entry);
+        self.bytes += bytes;
+        self.change_owned(owner, |owned| {
+            owned.bytes += bytes;
+            owned.eviction_queue.push_back((last_lookup, prefix.key));
+        });
         self.evict_to_bound();
     }
 
-    /// Removes entries until they fit into `bytes_max`. An entry that was used since it was queued
-    /// goes to the end of the queue instead.
+    /// Removes entries until they fit into `bytes_max`, each of the client that has most. An entry
+    /// that was used since it was queued goes to the end of the queue instead.
     fn evict_to_bound(&mut self) {
         while self.bytes > self.bytes_max {
-            let Some((lookup_when_queued, key)) = self.eviction_queue.pop_front() else { return };
+            let Some((_, owner)) = self.by_bytes.last() else { return };
+            let owner = Arc::clone(owner);
+            let owned = self.owners.get_mut(&owner).expect("a client by its bytes has entries");
+            let queued = owned.eviction_queue.pop_front();
+            let (lookup_when_queued, key) = queued.expect("each entry is queued");
             let last_lookup = self.entries[&key].last_lookup;
             if last_lookup > lookup_when_queued {
-                self.eviction_queue.push_back((last_lookup, key));
+                owned.eviction_queue.push_back((last_lookup, key));
             } else if let Some(entry) = self.entries.remove(&key) {
                 self.bytes -= entry.bytes();
+                self.change_owned(&owner, |owned| owned.bytes -= entry.bytes());
             }
+        }
+    }
+
+    /// Changes what a client has, and keeps its place by its bytes.
+    fn change_owned(&mut self, owner: &Arc<str>, change: impl FnOnce(&mut Owned)) {
+        let owned = self.owners.entry(Arc::clone(owner)).or_default();
+        self.by_bytes.remove(&(owned.bytes, Arc::clone(owner)));
+        change(owned);
+        if owned.bytes > 0 {
+            self.by_bytes.insert((owned.bytes, Arc::clone(owner)));
+        } else {
+            self.owners.remove(owner);
         }
     }
 
@@ -136,10 +180,15 @@ impl SegmentCache {
     fn check_invariants(&self) {
         assert_eq!(self.bytes, self.entries.values().map(Entry::bytes).sum::<usize>());
         assert!(self.bytes <= self.bytes_max);
-        assert_eq!(self.eviction_queue.len(), self.entries.len());
+        let owned = || self.owners.values();
+        assert_eq!(self.bytes, owned().map(|owned| owned.bytes).sum::<usize>());
+        let queued = || owned().flat_map(|owned| &owned.eviction_queue);
+        assert_eq!(queued().count(), self.entries.len());
         let is_used_since =
             |(queued, key): &(u64, PrefixKey)| self.entries[key].last_lookup >= *queued;
-        assert!(self.eviction_queue.iter().all(is_used_since));
+        assert!(queued().all(is_used_since));
+        let by_bytes = self.owners.iter().map(|(owner, owned)| (owned.bytes, Arc::clone(owner)));
+        assert_eq!(by_bytes.collect::<BTreeSet<_>>(), self.by_bytes);
     }
 }
 
@@ -215,18 +264,19 @@ mod tests {
         /// Whatever is cached, a prompt's blocks are those of its tokens.
         #[test]
         fn blocks_are_those_of_the_whole_text(
-            texts in prop::collection::vec("(<a>[xy]{0,90}){0,6}", 1..30),
+            texts in prop::collection::vec(("(<a>[xy]{0,90}){0,6}", 0..3_u8), 1..30),
             bytes_max in 0..6000_usize,
         ) {
             let marks = ["<a>".to_owned()];
             let mut cache = SegmentCache::new(bytes_max);
-            for text in texts {
+            for (text, client) in texts {
+                let owner: Arc<str> = client.to_string().into();
                 let segments = split_at_marks(&text, &marks);
                 prop_assert_eq!(segments.concat(), text.clone());
                 let mut prefix = start();
                 let from = cache.extend_by_cached(&mut prefix, &segments);
                 for segment in &segments[from..] {
-                    cache.extend_and_cache(&mut prefix, segment, &tokens(segment));
+                    cache.extend_and_cache(&owner, &mut prefix, segment, &tokens(segment));
                     cache.check_invariants();
                 }
                 let mut whole = start();
@@ -236,19 +286,34 @@ mod tests {
         }
     }
 
+    /// Caches a text for a client. Returns how many of its segments were new.
+    fn new_segments_of(cache: &mut SegmentCache, client: &str, text: &str) -> usize {
+        let marks = ["<a>".to_owned()];
+        let segments = split_at_marks(text, &marks);
+        let mut prefix = start();
+        let from = cache.extend_by_cached(&mut prefix, &segments);
+        for segment in &segments[from..] {
+            cache.extend_and_cache(&client.into(), &mut prefix, segment, &tokens(segment));
+        }
+        segments.len() - from
+    }
+
+    #[test]
+    fn a_client_with_many_prompts_pushes_out_its_own_alone() {
+        let mut cache = SegmentCache::new(8 * (ENTRY_BYTES + 8));
+        assert_eq!(new_segments_of(&mut cache, "user", "<a>1<a>2<a>3"), 3);
+        for number in 10..60 {
+            new_segments_of(&mut cache, "hog", &format!("<a>{number}"));
+        }
+        assert_eq!(new_segments_of(&mut cache, "user", "<a>1<a>2<a>3"), 0);
+        assert_eq!(new_segments_of(&mut cache, "hog", "<a>59"), 0, "it has the rest");
+        assert_eq!(new_segments_of(&mut cache, "hog", "<a>10"), 1);
+    }
+
     #[test]
     fn what_is_used_is_kept_and_what_is_new_is_all_that_costs() {
         let mut cache = SegmentCache::new(4 * (ENTRY_BYTES + 8));
-        let mut new_segments = |text: &str| {
-            let marks = ["<a>".to_owned()];
-            let segments = split_at_marks(text, &marks);
-            let mut prefix = start();
-            let from = cache.extend_by_cached(&mut prefix, &segments);
-            for segment in &segments[from..] {
-                cache.extend_and_cache(&mut prefix, segment, &tokens(segment));
-            }
-            segments.len() - from
-        };
+        let mut new_segments = |text: &str| new_segments_of(&mut cache, "a", text);
         assert_eq!(new_segments("<a>1<a>2"), 2);
         assert_eq!(new_segments("<a>1<a>2<a>3"), 1);
         assert_eq!(

@@ -12,6 +12,8 @@
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 use proto::block::Chain;
 use serde_json::Value;
@@ -20,7 +22,10 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::{Blocks, PromptForm, TextPrompt, chat::ChatMembers, template::Template};
 use crate::{
     fleet::tokenizer_files::TokenizerFiles,
-    prompt::segments::{HashedPrefix, SegmentCache, split_at_marks},
+    prompt::{
+        memory::TokenizerMemory,
+        segments::{HashedPrefix, SegmentCache, split_at_marks},
+    },
     shares::Share,
 };
 
@@ -201,6 +206,7 @@ impl Model {
         let segments = split_at_marks(text, &self.marks);
         let cached_segment_count =
             self.segment_cache.lock().extend_by_cached(&mut prefix, &segments);
+        let owner = text_prompt.memory.map_or_else(Arc::default, TokenizerMemory::client);
         let (mut new_bytes, mut untokenized_bytes) = (0, 0);
         for segment in &segments[cached_segment_count..] {
             new_bytes += segment.len();
@@ -216,7 +222,8 @@ impl Model {
                 continue;
             };
             let tokens = self.tokenizer.encode_fast(*segment, false).ok()?;
-            self.segment_cache.lock().extend_and_cache(&mut prefix, segment, tokens.get_ids());
+            let mut cache = self.segment_cache.lock();
+            cache.extend_and_cache(&owner, &mut prefix, segment, tokens.get_ids());
         }
         let tokens = prefix.chain.tokens() + untokenized_bytes / BYTES_PER_TOKEN;
         let (block_tokens, hashes) = (text_prompt.scheme.block_tokens, prefix.hashes);
