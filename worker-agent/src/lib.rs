@@ -61,7 +61,7 @@ use tokio::sync::{Notify, mpsc, watch};
 
 use crate::{
     announcer::Announcer,
-    config::{Config, ms, tables::LimitsTable},
+    config::{Config, ms},
     control_port::{ControlListener, PortAccess},
     data_port::{RouterAuth, TurnContext},
     engine::EngineClient,
@@ -194,7 +194,7 @@ pub async fn run(
     let (text, actions) = (settings::to_toml(&config), admin_actions::routes(agent.clone()));
     let data = AdminData { registry: Arc::new(root), ready, config: text, gate, actions };
     admin::start(data, listeners.admin, port_limits.admin, tasks.token())?;
-    let wake_monitor = Arc::new(Notify::new());
+    let (limits, wake_monitor) = (&config.limits, Arc::new(Notify::new()));
     let monitor = EngineMonitor {
         engine: engine.clone(),
         owner: agent.clone(),
@@ -202,8 +202,7 @@ pub async fn run(
         sample_interval: ms(config.engine.load_interval_ms),
         wake: Arc::clone(&wake_monitor),
         bootstrap_host: Some(config.engine.bootstrap_host.clone()).filter(|host| !host.is_empty()),
-        configured_vocabulary_size: (config.engine.vocabulary > 0)
-            .then_some(config.engine.vocabulary),
+        configured_vocabulary_size: Some(config.engine.vocabulary).filter(|size| *size > 0),
         found_files_sender,
     };
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
@@ -211,8 +210,9 @@ pub async fn run(
         agent: agent.clone(),
         router_auth: access.router_auth,
         engine,
-        body_budget: body_budget(&config.limits),
-        turn_time_max: ms(config.limits.turn_ms_max),
+        body_budget: BodyBudget::new(limits.body_bytes_max, limits.body_bytes_in_flight_max),
+        reading: Arc::default(),
+        turn_time_max: ms(limits.turn_ms_max),
         wake_monitor,
         tasks: tasks.clone(),
         running_turns: data_port::aborts::AgentTurns::default(),
@@ -254,10 +254,6 @@ fn start_kv_events(
     let metrics = kv_events::metrics::Metrics::new(registry);
     let setup = kv_events::KvSetup { epoch, shim, republish_interval, metrics };
     kv_events::start(setup, tasks.token())
-}
-
-fn body_budget(limits: &LimitsTable) -> BodyBudget {
-    BodyBudget::new(limits.body_bytes_max, limits.body_bytes_in_flight_max)
 }
 
 /// The limits of the agent's ports.

@@ -17,7 +17,7 @@ use std::{fmt, sync::Arc};
 use bytes::Bytes;
 use proto::{
     abort::TurnNames,
-    answers::{first_byte_inside, has_single_answer, runs_in_background},
+    answers::{count_sequences, first_byte_inside, has_single_answer, runs_in_background},
     body::{self, OWNED_KEYS, Object, Part},
     bootstrap::{Bootstrap, Half},
     hints::TurnHints,
@@ -142,7 +142,12 @@ pub fn parse(context: &BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refu
         true => kv_identity::read_kv_identity(kind, &object, served_model),
         false => KvIdentity::UNKNOWN,
     };
-    let need = Need { kv, ..read_need(kind, context.resident_tokens, &object, bytes.len()) };
+    let need = Need {
+        kv,
+        sequences: count_sequences(kind, &object),
+        is_clamped_batch: !kind.is_generation(),
+        ..read_need(kind, context.resident_tokens, &object, bytes.len())
+    };
     let takes_priority = kind.is_generation() && kind != Kind::Messages;
     let has_priority = object.get("priority").is_some_and(|value| value.get() != "null");
     Ok(ParsedRequest {
@@ -170,11 +175,8 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
         need: Need {
             prompt_tokens: u64::from(u32::MAX),
             answer_tokens: None,
-            is_exact: false,
-            ignores_eos: false,
-            likely_answer_tokens: None,
-            resident_tokens: 0,
             kv: KvIdentity::UNKNOWN,
+            ..Need::default()
         },
         prompt_start: PromptStart::default(),
         client_rid: None,
@@ -242,11 +244,9 @@ fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: 
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS_MAX,
             // Of these routes, only `/v1/completions` has a default limit in the engine.
             answer_tokens: limit_keys.iter().find_map(parse_number).or(default),
-            is_exact: false,
-            likely_answer_tokens: None,
             ignores_eos: object.get("ignore_eos").is_some_and(is_true),
             resident_tokens,
-            kv: KvIdentity::UNKNOWN,
+            ..Need::default()
         };
     }
     let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
@@ -263,15 +263,7 @@ fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: 
     };
     let ignores_eos = sampling_param("ignore_eos").is_some_and(is_true);
     let (prompt_tokens, is_exact) = count_generate_prompt(object);
-    Need {
-        prompt_tokens,
-        answer_tokens,
-        likely_answer_tokens: None,
-        is_exact,
-        ignores_eos,
-        resident_tokens,
-        kv: KvIdentity::UNKNOWN,
-    }
+    Need { prompt_tokens, answer_tokens, is_exact, ignores_eos, resident_tokens, ..Need::default() }
 }
 
 /// Returns an upper bound of the tokens of a prompt of `/generate`, and whether it is exact.

@@ -30,6 +30,7 @@ use service::{
     clock::now,
     descriptors,
     headers::{remove_hop_by_hop, strip_request},
+    places::{INLINE_BYTES_MAX, Places},
     refusal::{Code, Refusal},
     tasks::Tasks,
     traces::{Traces, record::SpanKind, span::Trace},
@@ -82,6 +83,8 @@ pub struct TurnContext {
     pub engine: EngineClient,
     /// Limits the bytes of all request bodies in memory together.
     pub body_budget: BodyBudget,
+    /// Shares out the processors among the clients with long bodies.
+    pub reading: Arc<Places>,
     /// The time limit of a turn, after which it is aborted.
     pub turn_time_max: Duration,
     /// Wakes `owner::engine_monitor`, the task that follows the engine's state.
@@ -200,7 +203,9 @@ async fn serve_turn(
         resident_tokens,
         served_model,
     };
-    let mut parsed = parse_body(body_context, &held_body.bytes).await?;
+    let reading = parse_body(&context.reading, &principal, body_context, &held_body.bytes);
+    let read = tokio::time::timeout(context.turn_time_max, reading).await;
+    let mut parsed = read.map_err(|_| Refusal::turn_timeout())??;
     parsed.apply_hints(hints, lease.priority_order);
     parsed.apply_bootstrap(bootstrap);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
@@ -385,19 +390,18 @@ fn requires_continuation(turn: &Turn) -> bool {
     trim.is_some_and(|trim| trim.must_continue)
 }
 
-/// The largest body that is parsed on the current thread, in bytes. This takes under half a
-/// millisecond for the prompts of coding agents. A larger body would delay all other turns on the
-/// thread, so it is parsed on a blocking thread.
-const PARSED_ON_THIS_THREAD_BYTES_MAX: usize = 128 * 1024;
-
-async fn parse_body(context: BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
-    if bytes.len() <= PARSED_ON_THIS_THREAD_BYTES_MAX {
+/// Parses a body; a long one on a blocking thread, in a place of its sender.
+async fn parse_body(
+    places: &Places,
+    principal: &str,
+    context: BodyContext,
+    bytes: &Bytes,
+) -> Result<ParsedRequest, Refusal> {
+    if bytes.len() <= INLINE_BYTES_MAX {
         return request::parse(&context, bytes);
     }
     let bytes = bytes.clone();
-    let parse = move || request::parse(&context, &bytes);
-    let parsed = tokio::task::spawn_blocking(parse).await;
-    parsed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    places.run(&principal.into(), move || request::parse(&context, &bytes)).await
 }
 
 /// Refuses a compressed body, because the agent must find and replace keys in the body.

@@ -181,6 +181,17 @@ pub enum Error {
         /// The pin budget, in tokens.
         tokens_max: u64,
     },
+    /// The turn has more sequences than its client may have in the engine at once.
+    #[error(
+        "this turn has {sequences} sequences (prompts times answers), and this client may have \
+         {sequences_max} of them at this worker at once; send batches of at most so many"
+    )]
+    BatchOverShare {
+        /// The turn's sequences.
+        sequences: u32,
+        /// The most that it may have: `limits.principal_turns_ratio` of the worker's places.
+        sequences_max: u32,
+    },
     /// The engine's process runs but has said nothing for too long. Carries the details.
     #[error("the engine is silent: {0}; try another worker, or again later")]
     EngineSilent(String),

@@ -110,6 +110,12 @@ pub struct Need {
     pub prompt_tokens: u64,
     /// The most tokens of the turn's answer. `None`: as many as the context allows.
     pub answer_tokens: Option<u64>,
+    /// The sequences (its prompts times the answers to each) that the engine runs for the turn side
+    /// by side. 0 counts as 1.
+    pub sequences: u32,
+    /// Whether a batch of more sequences than its client's share counts as the share and runs. It
+    /// generates nothing, so it ends soon.
+    pub is_clamped_batch: bool,
     /// The tokens of the answer that the client expects, if it says so. No bound.
     pub likely_answer_tokens: Option<u64>,
     /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise
@@ -123,6 +129,14 @@ pub struct Need {
     pub resident_tokens: u64,
     /// Which KV the turn can continue. No bound.
     pub kv: KvIdentity,
+}
+
+impl Need {
+    /// Returns the places for turns that the turn takes in the engine.
+    #[must_use]
+    pub fn places(&self) -> u32 {
+        self.sequences.max(1)
+    }
 }
 
 impl RouteTurns {

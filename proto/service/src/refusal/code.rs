@@ -200,8 +200,13 @@ codes! {
         TurnTooLarge "turn_too_large" PAYLOAD_TOO_LARGE Agent AfterChange,
             "the turn may need more KV than all pinned sessions have together",
             "lower `max_new_tokens`, send less, or open the session as `tagged`";
+        BatchOverShare "batch_over_share" PAYLOAD_TOO_LARGE Both AfterChange,
+            "the request has more sequences (prompts times answers) than one client may have at \
+             once",
+            "send smaller batches; the message has the most";
         BodyTooLarge "body_too_large" PAYLOAD_TOO_LARGE Both AfterChange,
-            "the body exceeds `limits.body_bytes_max`",
+            "the body exceeds `limits.body_bytes_max`, or what a route of Berth's own takes, or \
+             grows 100 times as it is decompressed",
             "send less, or raise the setting";
         BodyOverContext "body_over_context" PAYLOAD_TOO_LARGE Router AfterChange,
             "the body has more text, or the prompt more tokens, than any worker's context holds",
@@ -250,6 +255,9 @@ codes! {
         TurnsInFlight "turns_in_flight" TOO_MANY_REQUESTS Router AfterSeconds(1),
             "the router has `limits.turns_in_flight_max` turns in flight",
             "retry";
+        RequestsShare "requests_share" TOO_MANY_REQUESTS Router AfterSeconds(1),
+            "you have your [share](fair-shares.md) of the requests that the router serves at once",
+            "retry when a request of yours has ended";
         TurnsInFlightShare "turns_in_flight_share" TOO_MANY_REQUESTS Router AfterSeconds(1),
             "you have your [share](fair-shares.md) of the router's turns in flight",
             "retry when a turn of yours has ended";

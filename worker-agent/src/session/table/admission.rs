@@ -18,14 +18,10 @@ use super::{
     Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,
     check_turn,
     reclaim::{Requester, Shortage},
-    shares::TurnShare,
+    shares::{TURNS_AHEAD_MAX, TurnShare},
     tickets::{Run, Ticket},
     trim_turn::Trim,
 };
-
-/// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
-/// With these, the engine never waits for the agent.
-const TURNS_AHEAD_MAX: u64 = 8;
 
 /// The decision on one ticket (a turn or an open request that waits in the queue).
 enum Verdict {
@@ -118,10 +114,14 @@ impl Table {
         let ticket = &self.tickets[rid];
         let (dp_rank, guards) = (ticket.dp_rank, self.settings.guards);
         let turns_max = self.capacity(dp_rank)?.turns_max;
-        let at_turn_limit = self.tickets.load(dp_rank).running >= turns_max;
-        let Some(need) = ticket.need() else { return self.decide_open(now, rid) };
+        if ticket.need().is_none() {
+            return self.decide_open(now, rid);
+        }
+        let need = self.bound_batch(now, rid)?;
+        let ticket = &self.tickets[rid];
+        let at_turn_limit = !self.tickets.load(dp_rank).has_places(need.places(), turns_max);
         let principal = Arc::clone(&ticket.principal);
-        let at_share = self.is_at_turn_share(now, &principal, dp_rank);
+        let at_share = self.is_at_turn_share(now, &principal, dp_rank, need.places());
         let plain = PlainTurn { dp_rank, need, must_line_up, at_turn_limit, at_share };
         let Some(claimed) = &ticket.session else { return Ok(self.decide_plain(now, plain)) };
         let key = self.session_of(ticket).ok_or(Error::UnknownSession)?;
@@ -327,8 +327,9 @@ impl Table {
             }
         }
         let free_rows = self.free_rows(dp_rank);
-        self.reclaim_rows_for_plain_turns(now, dp_rank, free_rows);
-        if !self.tickets.load(dp_rank).has_engine_room(free_rows, TURNS_AHEAD_MAX) {
+        self.reclaim_rows_for_plain_turns(now, dp_rank, need.places(), free_rows);
+        let load = self.tickets.load(dp_rank);
+        if !load.has_engine_room(need.places(), free_rows, TURNS_AHEAD_MAX) {
             return Verdict::WaitInLine;
         }
         Verdict::AdmitPlain { large_tokens: is_large_turn.then_some(tokens) }

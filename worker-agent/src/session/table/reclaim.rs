@@ -116,15 +116,17 @@ impl Table {
         true
     }
 
-    /// Frees rows of pinned sessions for the plain turns that have no row: those inside the engine
-    /// beyond `free_rows`, and one more. Frees fewer if fewer sessions may give way.
+    /// Frees rows of pinned sessions for the plain sequences that have no row: those inside the
+    /// engine beyond `free_rows`, and `places` more. Frees fewer if fewer sessions may give way.
     pub(super) fn reclaim_rows_for_plain_turns(
         &mut self,
         now: Instant,
         dp_rank: u32,
+        places: u32,
         free_rows: u64,
     ) {
-        let lacking = (self.tickets.load(dp_rank).plain_running() + 1).saturating_sub(free_rows);
+        let sequences = self.tickets.load(dp_rank).plain_sequences();
+        let lacking = (sequences + u64::from(places)).saturating_sub(free_rows);
         let has_holders = self.sessions.principals().row_holders(dp_rank).next().is_some();
         if lacking == 0 || !has_holders || !self.settings.guards.is_on(Guard::PlainTakesRows) {
             return;

@@ -15,11 +15,15 @@ use std::time::{Duration, Instant};
 use proto::id::SessionKey;
 use service::refusal::Code;
 
-use super::{Error, Guard, Session, Table};
+use super::{Error, Guard, Need, Session, Table};
 
 /// The longest idle limit without a setting for it. Added to an `Instant`, a longer one might
 /// overflow.
 const IDLE_LIMIT_MAX: Duration = Duration::from_secs(365 * 86_400);
+
+/// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
+/// With these, the engine never waits for the agent.
+pub(super) const TURNS_AHEAD_MAX: u64 = 8;
 
 /// The share of the engine that a principal has used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,12 +41,14 @@ impl Table {
         if is_guard_on { self.settings.shares.idle_cap } else { IDLE_LIMIT_MAX }
     }
 
-    /// Returns the share of a rank that a principal has used up, while another principal is active.
+    /// Returns the share of a rank that a principal would exceed with so many places more, while
+    /// another principal is active.
     pub(super) fn is_at_turn_share(
         &self,
         now: Instant,
         principal: &str,
         dp_rank: u32,
+        places: u32,
     ) -> Option<TurnShare> {
         let shares = self.tickets.shares();
         if !shares.has_other(principal, now) || !self.settings.guards.is_on(Guard::TurnShare) {
@@ -50,11 +56,41 @@ impl Table {
         }
         let inside = shares.inside(principal, dp_rank);
         let turns_max = self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.turns_max);
-        if u64::from(inside.running) >= self.turn_share(turns_max.into()) {
+        let is_over = |held: u32, max: u64| u64::from(held) + u64::from(places) > max;
+        if is_over(inside.running, self.turn_share(turns_max.into())) {
             return Some(TurnShare::All);
         }
         let rows_max = self.turn_share(self.free_rows(dp_rank));
-        (u64::from(inside.plain) >= rows_max).then_some(TurnShare::Rows)
+        // A batch of as many sequences as the share has rows may find fewer: it runs alone then.
+        let is_over_rows = inside.plain > 0 && is_over(inside.plain, rows_max);
+        is_over_rows.then_some(TurnShare::Rows)
+    }
+
+    /// Checks that a queued turn's sequences are no more than its principal may have in the engine
+    /// at once: all that pinned sessions leave of a rank, or a share of that while another
+    /// principal is active. They can't be taken back once they run. Returns the need with which the
+    /// turn counts.
+    ///
+    /// # Errors
+    /// [`Error::BatchOverShare`] if they are more.
+    pub(super) fn bound_batch(&mut self, now: Instant, rid: &str) -> Result<Need, Error> {
+        let ticket = &self.tickets[rid];
+        let need = ticket.need().unwrap_or_default();
+        if need.places() <= 1 || !self.settings.guards.is_on(Guard::TurnShare) {
+            return Ok(need);
+        }
+        let turns_max = self.capacity(ticket.dp_rank)?.turns_max;
+        let places = (self.free_rows(ticket.dp_rank) + TURNS_AHEAD_MAX).min(turns_max.into());
+        let has_other = self.tickets.shares().has_other(&ticket.principal, now);
+        let places_max = if has_other { self.turn_share(places) } else { places };
+        let places_max = u32::try_from(places_max).unwrap_or(u32::MAX);
+        if need.places() > places_max && !need.is_clamped_batch {
+            let sequences = need.places();
+            return Err(Error::BatchOverShare { sequences, sequences_max: places_max });
+        }
+        let need = Need { sequences: need.places().min(places_max), ..need };
+        self.tickets.set_need(rid, need);
+        Ok(need)
     }
 
     /// Returns the part of `places` that one principal may have; at least one.
@@ -144,7 +180,7 @@ impl Table {
             plain: inside.plain,
             queued: shares.queued(principal),
             rows_held: self.sessions.principals().held(principal, dp_rank).rows,
-            is_at_share: self.is_at_turn_share(now, principal, dp_rank).is_some(),
+            is_at_share: self.is_at_turn_share(now, principal, dp_rank, 1).is_some(),
         }
     }
 

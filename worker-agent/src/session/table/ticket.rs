@@ -109,6 +109,11 @@ impl Ticket {
         }
     }
 
+    /// Returns the places for turns that the ticket takes or wants, as far as that is known.
+    pub(super) fn places(&self) -> u32 {
+        self.need().map_or(1, |need| need.places())
+    }
+
     /// Whether the turn awaits the shim's plan.
     pub(super) fn awaits_plan(&self) -> bool {
         matches!(self.inside().and_then(Inside::trim), Some(Trim::Awaited(_)))

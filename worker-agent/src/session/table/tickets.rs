@@ -44,8 +44,10 @@ pub(super) struct RankLoad {
     pub(super) queued: u32,
     /// The number of turns inside the engine.
     pub(super) running: u32,
-    /// The number of running plain turns.
-    plain_running: u64,
+    /// The number of sequences of those turns.
+    sequences: u64,
+    /// The number of sequences of running plain turns.
+    plain_sequences: u64,
     /// KV tokens that each running large turn may need.
     large_tokens: Vec<u64>,
     /// Some plain turns wait for pinned sessions to give up room. This is the number of KV tokens
@@ -133,6 +135,15 @@ impl Tickets {
         is_queued == Some(true)
     }
 
+    /// Changes what a queued turn needs.
+    pub(super) fn set_need(&mut self, rid: &str, bounded: Need) {
+        self.change(rid, |ticket| {
+            if let Stage::Queued { need, .. } = &mut ticket.stage {
+                *need = bounded;
+            }
+        });
+    }
+
     /// Moves a queued turn into the engine, where `free_rows` are free. Returns the beginning of
     /// the turn's prompt.
     pub(super) fn enter_engine(
@@ -152,6 +163,7 @@ impl Tickets {
         if let (Run::Plain { .. }, Some(ticket)) = (&run, self.tickets.get(rid)) {
             self.shares.note_plain_turn(&ticket.principal, now);
         }
+        let places = self.tickets.get(rid).map_or(0, |ticket| u64::from(ticket.places()));
         let entered = self.change(rid, |ticket| {
             ticket.since = now;
             let Stage::Queued { need, prompt_start } = &mut ticket.stage else { return None };
@@ -170,11 +182,10 @@ impl Tickets {
         let (dp_rank, prompt_start) = entered.flatten().expect("the caller has seen it queued");
         let load = &mut self.loads[dp_rank as usize];
         load.idle_since = None;
-        // A turn that finds a free row doesn't wait in the engine's queue.
-        if let (Some(length), true) =
-            (&mut load.engine_queue_length, load.plain_running > free_rows)
-        {
-            *length += 1;
+        // Sequences that find a free row don't wait in the engine's queue.
+        let waiting = load.plain_sequences.saturating_sub(free_rows).min(places);
+        if let Some(length) = &mut load.engine_queue_length {
+            *length = length.saturating_add_unsigned(waiting);
         }
         prompt_start
     }
@@ -256,8 +267,8 @@ impl Tickets {
         self.shares.order(&self.queue, |rid| &self.tickets[rid])
     }
 
-    /// Returns the newest queued ticket of the principal that has the most of them, if that
-    /// principal has more than `principal`.
+    /// Returns the newest queued ticket of the principal whose tickets want the most places, if
+    /// they want more than those of `principal`.
     pub(super) fn newest_of_longest_queue(&self, principal: &str) -> Option<&String> {
         let longest = self.shares.longest_queue(self.shares.queued(principal))?;
         self.queue.iter().rev().find(|rid| self.tickets[*rid].principal == *longest)
@@ -356,8 +367,9 @@ impl RankLoad {
             Stage::Queued { .. } => self.queued += 1,
             Stage::Inside(inside) => {
                 self.running += 1;
+                self.sequences += u64::from(ticket.places());
                 if let Run::Plain { large_tokens } = inside.run {
-                    self.plain_running += 1;
+                    self.plain_sequences += u64::from(ticket.places());
                     self.large_tokens.extend(large_tokens);
                 }
             }
@@ -371,8 +383,9 @@ impl RankLoad {
             Stage::Queued { .. } => self.queued -= 1,
             Stage::Inside(inside) => {
                 self.running -= 1;
+                self.sequences -= u64::from(ticket.places());
                 if let Run::Plain { large_tokens } = inside.run {
-                    self.plain_running -= 1;
+                    self.plain_sequences -= u64::from(ticket.places());
                     let index = self.large_tokens.iter().position(|t| Some(*t) == large_tokens);
                     index.map(|index| self.large_tokens.swap_remove(index));
                 }
@@ -380,14 +393,21 @@ impl RankLoad {
         }
     }
 
-    /// Returns the number of running plain turns.
-    pub(super) fn plain_running(&self) -> u64 {
-        self.plain_running
+    /// Returns the number of sequences of running plain turns.
+    pub(super) fn plain_sequences(&self) -> u64 {
+        self.plain_sequences
     }
 
-    fn counts(&self) -> (u32, u32, u32, u64, u64) {
+    fn counts(&self) -> [u64; 6] {
+        let turns = [self.claimed, self.queued, self.running].map(u64::from);
+        let [claimed, queued, running] = turns;
         let large_tokens = self.large_tokens.iter().sum();
-        (self.claimed, self.queued, self.running, self.plain_running, large_tokens)
+        [claimed, queued, running, self.sequences, self.plain_sequences, large_tokens]
+    }
+
+    /// Whether so many more sequences stay within `turns_max`.
+    pub(super) fn has_places(&self, places: u32, turns_max: u32) -> bool {
+        self.sequences + u64::from(places) <= u64::from(turns_max)
     }
 
     /// Returns the most KV tokens that a large running turn, or a plain turn that waits for pinned
@@ -418,11 +438,14 @@ impl RankLoad {
         is_first
     }
 
-    /// Whether the engine may get one more plain turn. It may have `turns_ahead` plain turns more
-    /// than `free_rows`, and fewer than `turns_ahead` turns in its own queue.
-    pub(super) fn has_engine_room(&self, free_rows: u64, turns_ahead: u64) -> bool {
+    /// Whether the engine may get a plain turn with so many sequences. It may have `turns_ahead`
+    /// plain sequences more than `free_rows`, and fewer than `turns_ahead` in its own queue. A
+    /// batch that is larger than that may come alone.
+    pub(super) fn has_engine_room(&self, places: u32, free_rows: u64, turns_ahead: u64) -> bool {
         let engine_waiting =
             self.engine_queue_length.map_or(0, |length| u64::try_from(length).unwrap_or(0));
-        self.plain_running < free_rows + turns_ahead && engine_waiting < turns_ahead
+        let has_rows = self.plain_sequences == 0
+            || self.plain_sequences + u64::from(places) <= free_rows + turns_ahead;
+        has_rows && engine_waiting < turns_ahead
     }
 }

@@ -1,5 +1,8 @@
 //! Counts the turns of each principal, and puts the waiting turns into a fair order.
 //!
+//! A turn counts as the sequences that the engine runs for it: a batch is as many turns as it has
+//! prompts and answers.
+//!
 //! A principal is the client that a router has authenticated. The turn of the principal that has
 //! the fewest turns inside the engine comes first (max-min fairness). The turns of one principal
 //! keep their order, so those of one session do too.
@@ -36,13 +39,13 @@ pub(super) struct TurnShares {
 struct PrincipalTurns {
     /// All tickets: turns, and requests that wait for an open.
     tickets: usize,
-    /// The tickets in the queue.
+    /// The places of the tickets in the queue.
     queued: usize,
     /// By rank: the turns inside the engine. A rank without such turns has no entry.
     inside: BTreeMap<u32, TurnsInside>,
 }
 
-/// Turns of one principal inside one rank of the engine.
+/// The sequences of one principal's turns inside one rank of the engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct TurnsInside {
     /// All turns.
@@ -59,13 +62,14 @@ impl TurnShares {
             None => self.principals.entry(Arc::clone(&ticket.principal)).or_default(),
         };
         principal.tickets += 1;
+        let places = ticket.places();
         match &ticket.stage {
-            Stage::AwaitsOpen | Stage::Queued { .. } => principal.queued += 1,
+            Stage::AwaitsOpen | Stage::Queued { .. } => principal.queued += places as usize,
             Stage::Claimed(_) => {}
             Stage::Inside(inside) => {
                 let turns = principal.inside.entry(ticket.dp_rank).or_default();
-                turns.running += 1;
-                turns.plain += u32::from(matches!(inside.run, Run::Plain { .. }));
+                turns.running += places;
+                turns.plain += if matches!(inside.run, Run::Plain { .. }) { places } else { 0 };
             }
         }
     }
@@ -74,13 +78,14 @@ impl TurnShares {
     pub(super) fn remove(&mut self, ticket: &Ticket) {
         let Some(principal) = self.principals.get_mut(&ticket.principal) else { return };
         principal.tickets -= 1;
+        let places = ticket.places();
         match &ticket.stage {
-            Stage::AwaitsOpen | Stage::Queued { .. } => principal.queued -= 1,
+            Stage::AwaitsOpen | Stage::Queued { .. } => principal.queued -= places as usize,
             Stage::Claimed(_) => {}
             Stage::Inside(inside) => {
                 let turns = principal.inside.entry(ticket.dp_rank).or_default();
-                turns.running -= 1;
-                turns.plain -= u32::from(matches!(inside.run, Run::Plain { .. }));
+                turns.running -= places;
+                turns.plain -= if matches!(inside.run, Run::Plain { .. }) { places } else { 0 };
                 if turns.running == 0 {
                     principal.inside.remove(&ticket.dp_rank);
                 }
@@ -118,12 +123,13 @@ impl TurnShares {
         principal.and_then(|principal| principal.inside.get(&dp_rank).copied()).unwrap_or_default()
     }
 
-    /// Returns the number of tickets that a principal has in the queue.
+    /// Returns how many places a principal's tickets in the queue want.
     pub(super) fn queued(&self, principal: &str) -> usize {
         self.principals.get(principal).map_or(0, |principal| principal.queued)
     }
 
-    /// Returns the principal that has the most tickets in the queue, if it has more than `than`.
+    /// Returns the principal whose tickets in the queue want the most places, if they want more
+    /// than `than`.
     pub(super) fn longest_queue(&self, than: usize) -> Option<&Arc<str>> {
         let longer = self.principals.iter().filter(|(_, principal)| principal.queued > than);
         longer.max_by_key(|(_, principal)| principal.queued).map(|(principal, _)| principal)
@@ -146,8 +152,9 @@ impl TurnShares {
             let ticket = ticket(rid);
             let key = (&*ticket.principal, ticket.dp_rank);
             let place = next_places.entry(key).or_insert_with(|| self.inside(key.0, key.1).running);
-            places.push((*place, rid));
-            *place += 1;
+            // A batch has its turn when the last of its sequences has.
+            *place = place.saturating_add(ticket.places());
+            places.push((*place - 1, rid));
         }
         // The sort is stable, so tickets with the same place stay in the order of their arrival.
         places.sort_by_key(|(place, _)| *place);

@@ -174,6 +174,10 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "session_unknown"),
     ),
     (Code::TurnTooLarge, (TABLE, "what_no_budget_holds_is_refused_for_good", "Error::TooLarge")),
+    (
+        Code::BatchOverShare,
+        (TABLE_SHARES, "a_batch_counts_as_the_turns_that_it_is", "BatchOverShare"),
+    ),
     (Code::BodyTooLarge, (CLIENT_TURNS, "what_is_wrong_with_a_request_is_said", "body_too_large")),
     (
         Code::HeaderTooLarge,
@@ -232,6 +236,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::KeyTurnsInFlight,
         (CLIENT_SHARES, "a_key_has_its_own_turns_and_its_own_rates", "key_turns_in_flight"),
     ),
+    (Code::RequestsShare, (ROUTER_ERRORS, NO_AGENT, "Code::RequestsShare")),
     (Code::BodyBytesShare, (ROUTER_ERRORS, NO_AGENT, "Code::BodyBytesShare")),
     (
         Code::RequestsPerMinute,

@@ -3,6 +3,8 @@
 use super::*;
 
 const SMALL: Need = Need {
+    sequences: 1,
+    is_clamped_batch: false,
     likely_answer_tokens: None,
     prompt_tokens: 8,
     answer_tokens: Some(8),

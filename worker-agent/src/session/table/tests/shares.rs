@@ -30,9 +30,16 @@ impl Rig {
         principal.clone_into(&mut self.principal);
         self.plain(8)
     }
+
+    fn batch_of(&mut self, principal: &str, sequences: u32) -> Answer {
+        principal.clone_into(&mut self.principal);
+        self.ask(None, None, RouteTurns::Nothing, Need { sequences, ..SMALL })
+    }
 }
 
 const SMALL: Need = Need {
+    sequences: 1,
+    is_clamped_batch: false,
     likely_answer_tokens: None,
     prompt_tokens: 8,
     answer_tokens: Some(1),
@@ -156,6 +163,87 @@ fn a_client_uses_half_of_the_rows_while_another_is_active() {
     let others = (0..15).filter(|_| matches!(rig.plain_of("v"), Answer::In(_))).count();
     assert_eq!(others, 15, "the flood doesn't delay them");
     rig.end(&first, Outcome::Finished(None));
+}
+
+#[test]
+fn a_batch_counts_as_the_turns_that_it_is() {
+    let over = |answer: Answer| match answer {
+        Answer::No(Error::BatchOverShare { sequences, sequences_max }) => {
+            (sequences, sequences_max)
+        }
+        other => panic!("{other:?}"),
+    };
+    let mut rig = wide_rig();
+    assert_eq!(over(rig.batch_of("h", 41)), (41, 40), "more than rows, and eight ahead");
+    let all = rig.batch_of("h", 32).inside();
+    let ahead = (0..40).filter(|_| matches!(rig.plain_of("h"), Answer::In(_))).count();
+    assert_eq!(ahead, 8, "the batch has all rows");
+    rig.end(&all, Outcome::Finished(None));
+
+    let mut rig = wide_rig();
+    rig.plain_of("v").inside();
+    assert_eq!(over(rig.batch_of("h", 21)), (21, 20), "more than a half");
+    let first = rig.batch_of("h", 10).inside();
+    let second = rig.batch_of("h", 10).waits();
+    let others = (0..15).filter(|_| matches!(rig.plain_of("v"), Answer::In(_))).count();
+    assert_eq!(others, 15, "the batches don't delay them");
+    rig.end(&first, Outcome::Finished(None));
+    rig.answer(second).inside();
+}
+
+#[test]
+fn a_batch_that_waits_is_refused_when_another_client_comes() {
+    let mut rig = wide_rig();
+    let first = rig.batch_of("h", 32).inside();
+    let second = rig.batch_of("h", 32).waits();
+    rig.plain_of("v").inside();
+    rig.end(&first, Outcome::Finished(None));
+    assert!(matches!(rig.answer(second), Answer::No(Error::BatchOverShare { .. })));
+}
+
+#[test]
+fn batches_at_random_leave_nothing_behind() {
+    for seed in 0..40 {
+        let (mut random, mut rig) = (fastrand::Rng::with_seed(seed), wide_rig());
+        let mut inside: Vec<Inside> = vec![];
+        for _ in 0..150 {
+            match random.u32(..10) {
+                0..=5 => {
+                    let client = ["a", "b", "c"][random.usize(..3)];
+                    if let Answer::In(turn) = rig.batch_of(client, random.u32(1..24)) {
+                        inside.push(turn);
+                    }
+                }
+                6..=8 if !inside.is_empty() => {
+                    let turn = inside.swap_remove(random.usize(..inside.len()));
+                    rig.end(&turn, Outcome::Finished(None));
+                }
+                _ => rig.wait(Duration::from_millis(random.u64(..500))),
+            }
+            let admitted = std::mem::take(&mut rig.admitted).into_iter();
+            inside.extend(admitted.map(|(rid, turn)| Inside { rid, turn }));
+            rig.table.check_invariants();
+        }
+        while let Some(turn) = inside.pop() {
+            rig.end(&turn, Outcome::Finished(None));
+            let admitted = std::mem::take(&mut rig.admitted).into_iter();
+            inside.extend(admitted.map(|(rid, turn)| Inside { rid, turn }));
+        }
+        assert_eq!(rig.table.totals(0).turns_running, 0, "seed {seed}");
+        assert_eq!(rig.table.totals(0).turns_queued, 0, "seed {seed}: all could run");
+    }
+}
+
+#[test]
+fn a_batch_that_generates_nothing_runs_as_its_clients_share() {
+    let mut rig = wide_rig();
+    rig.plain_of("v").inside();
+    let need = Need { sequences: 2_000, is_clamped_batch: true, ..SMALL };
+    "h".clone_into(&mut rig.principal);
+    let batch = rig.ask(None, None, RouteTurns::Nothing, need).inside();
+    rig.plain_of("h").waits();
+    rig.plain_of("v").inside();
+    rig.end(&batch, Outcome::Finished(None));
 }
 
 #[test]
