@@ -41,7 +41,7 @@ mod turns;
 mod waiting;
 mod workers;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use axum::{
     Router,
@@ -50,11 +50,11 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{MethodFilter, delete, get, on, post},
 };
-use http_body_util::{BodyExt as _, Limited};
 use proto::route::{Kind, ROUTES, Route};
 use service::{
     auth::{admin_only_refusal, credential},
     refusal::Refusal,
+    server::HeldByAnswer,
 };
 
 use self::waiting::ErrorForm;
@@ -63,15 +63,11 @@ use crate::{
     turn::{
         self,
         access_log::AccessEntry,
+        error::Limit,
         shared::{Shared, StreamFlag},
         spans,
     },
 };
-
-/// Most bytes of a body that are read only to be dropped. Of a larger one, the connection ends.
-const DISCARDED_BYTES_MAX: usize = 64 * 1024;
-/// Time for a body that is dropped. A client that waits before it sends its body wants an answer.
-const DISCARD_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The argument through which a handler gets the state that all requests share.
 type SharedState = State<Arc<Shared>>;
@@ -160,12 +156,22 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
                 let error = turn::error::Error::RequestRate(wait);
                 return respond(&shared, Err(error.into()));
             }
+            let sharer = turn::sharer(&caller, request.extensions());
+            let share = match shared.shares.requests.take(&sharer, 1, None) {
+                Ok(share) => share,
+                Err(refused) => {
+                    let error = turn::error::Error::Limit { limit: Limit::Requests, refused };
+                    return respond(&shared, Err(error.into()));
+                }
+            };
             credential::remove(request.headers_mut());
             if let Some(entry) = request.extensions().get::<Arc<AccessEntry>>() {
                 entry.set_principal(&caller.principal);
             }
             request.extensions_mut().insert(caller);
-            next.run(request).await
+            let mut response = next.run(request).await;
+            response.extensions_mut().insert(HeldByAnswer::new(share));
+            response
         }
         Err(error) => respond(&shared, Err(error.into())),
     }
@@ -221,20 +227,10 @@ fn counted(shared: &Shared, refusal: Refusal) -> Refusal {
     refusal
 }
 
-async fn unknown_route(State(shared): SharedState, request: Request) -> Response {
-    discard_body(request).await;
+async fn unknown_route(State(shared): SharedState) -> Response {
     respond(&shared, Err(errors::route_unknown_refusal()))
 }
 
-async fn wrong_method(State(shared): SharedState, request: Request) -> Response {
-    discard_body(request).await;
+async fn wrong_method(State(shared): SharedState) -> Response {
     respond(&shared, Err(errors::method_refusal()))
-}
-
-/// Reads a small body and drops it. Hyper closes a connection with an unread body without saying so
-/// in the answer, and the client's next request on the connection would fail.
-async fn discard_body(request: Request) {
-    let body = Limited::new(request.into_body(), DISCARDED_BYTES_MAX);
-    // Whatever comes of it, the answer is the same.
-    let _ = tokio::time::timeout(DISCARD_TIME_MAX, body.collect()).await;
 }

@@ -84,7 +84,7 @@ use crate::{
     placement::affinity::Affinity,
     prompt::models::{self, Models},
     residency::{block_locator::BlockLocator, collector::KvIndexCollector, kv_index::KvIndex},
-    shares::{Shares, collector::SharesCollector},
+    shares::{PoolSizes, Shares, collector::SharesCollector},
     turn::{
         access_log::{AccessLog, LogEnd},
         body::Bodies,
@@ -174,7 +174,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let source_metrics = discovery::Metrics::new(registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
-    let shares = Shares::new((&config.limits).into());
+    let data_limits = data_limits(&config, &descriptors, &port_metrics);
+    let shares = Shares::new(PoolSizes::new(&config.limits, data_limits.shared_requests()));
     registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
     register_collectors(registry, &view, &kv_index);
@@ -221,7 +222,6 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let admin_limits = PortLimits::admin(&port_metrics);
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
     log_listening(&config, &listeners.data);
-    let data_limits = data_limits(&config, &descriptors, &port_metrics);
     let routes = http::build_routes(shared, &config.listen.cors_origins);
     let data_server = server::serve(listeners.data, routes, data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
@@ -415,8 +415,7 @@ fn start_models(
     control_clients: &Arc<ControlClients>,
     tasks: &Tasks,
 ) -> Arc<Models> {
-    let tokenizer_bytes = Arc::clone(&shares.tokenizer_bytes);
-    let models = Arc::new(Models::new(tokenizer_bytes, Arc::clone(metrics)));
+    let models = Arc::new(Models::new(shares, Arc::clone(metrics)));
     if cfg!(feature = "text") {
         let (models, view) = (Arc::clone(&models), Arc::clone(view));
         tasks.spawn(models::run(models, view, Arc::clone(control_clients), tasks.token()));

@@ -12,7 +12,6 @@
 //! - `length`: prompts that have more tokens than an engine takes.
 //! - `text`: other prompts. Four bytes of the body count as one token. No engine reports such
 //!   blocks. They are only compared with those of prompts that this router sent to a worker before.
-//! - `places`: bounds how many prompts are counted at once, for each client.
 //! - `models`: holds the loaded models and fetches their files from the agents. All else is pure.
 //!
 //! Prompts have different blocks if the engine keeps their KV apart: by adapter, extra key or cache
@@ -24,7 +23,6 @@ mod length;
 pub(crate) mod memory;
 pub mod model;
 pub(crate) mod models;
-mod places;
 #[cfg(feature = "text")]
 mod segments;
 mod text;

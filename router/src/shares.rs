@@ -1,4 +1,4 @@
-//! Shares out what the router has little of: turns in flight, memory for bodies and for tokenizing.
+//! Shares out what the router has little of: turns in flight, memory, processors for long bodies.
 //!
 //! A *sharer* is the client that a limit counts against: the name of a caller's key, or without
 //! keys the client's address. Whoever holds a [`Share`] of a [`SharedPool`] drops it when done, so
@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 use service::{
     auth::keys::{KeyLimits, PriorityClass},
     clock::now,
+    places::Places,
 };
 
 pub(crate) use self::pool::{Ask, Refused, check};
@@ -88,6 +89,13 @@ impl SharedPool {
         Ok(share)
     }
 
+    /// Returns the most units that one sharer gets of the whole pool, at least 1.
+    pub(crate) fn most_of_one(&self, sharer: &Sharer, key_max: Option<NonZeroU32>) -> u32 {
+        let most = self.pool.lock().most_of_one(sharer.class);
+        let most = u32::try_from(most).unwrap_or(u32::MAX);
+        key_max.map_or(most, |key_max| most.min(key_max.get())).max(1)
+    }
+
     /// Returns a share of a sharer that has no units yet.
     pub(crate) fn empty_share(self: &Arc<Self>, sharer: &Sharer) -> Share {
         Share {
@@ -122,6 +130,13 @@ impl Share {
         Ok(())
     }
 
+    /// Gives back the units above `units`.
+    pub(crate) fn shrink(&mut self, units: u64) {
+        let surplus = self.units.saturating_sub(units);
+        self.pool.pool.lock().give_back(&self.sharer, surplus);
+        self.units -= surplus;
+    }
+
     /// Returns the number of units.
     pub(crate) fn units(&self) -> u64 {
         self.units
@@ -137,14 +152,17 @@ impl Drop for Share {
 /// The sizes of the pools.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolSizes {
+    pub(crate) requests: usize,
     pub(crate) turns: usize,
     pub(crate) body_bytes: usize,
     pub(crate) tokenizer_bytes: usize,
 }
 
-impl From<&LimitsTable> for PoolSizes {
-    fn from(limits: &LimitsTable) -> Self {
+impl PoolSizes {
+    /// Returns the sizes by the settings. `requests` may be served at once.
+    pub(crate) fn new(limits: &LimitsTable, requests: usize) -> Self {
         Self {
+            requests,
             turns: limits.turns_in_flight_max,
             body_bytes: limits.body_bytes_in_flight_max,
             tokenizer_bytes: limits.tokenizer_bytes_max,
@@ -155,12 +173,16 @@ impl From<&LimitsTable> for PoolSizes {
 /// The pools, and the limits per minute.
 #[derive(Debug)]
 pub(crate) struct Shares {
+    /// Requests that are served, each on a connection of its own.
+    pub(crate) requests: Arc<SharedPool>,
     /// Turns in flight.
     pub(crate) turns: Arc<SharedPool>,
     /// Bytes of request bodies in memory.
     pub(crate) body_bytes: Arc<SharedPool>,
     /// Bytes of memory for tokenizing prompts.
     pub(crate) tokenizer_bytes: Arc<SharedPool>,
+    /// Places for reading long bodies.
+    pub(crate) reading: Arc<Places>,
     /// Locked for nanoseconds, or milliseconds if the table is full.
     rates: Mutex<Rates>,
 }
@@ -168,9 +190,11 @@ pub(crate) struct Shares {
 impl Shares {
     pub(crate) fn new(sizes: PoolSizes) -> Arc<Self> {
         Arc::new(Self {
+            requests: SharedPool::new("requests", sizes.requests),
             turns: SharedPool::new("turns", sizes.turns),
             body_bytes: SharedPool::new("body_bytes", sizes.body_bytes),
             tokenizer_bytes: SharedPool::new("tokenizer_bytes", sizes.tokenizer_bytes),
+            reading: Arc::default(),
             rates: Mutex::default(),
         })
     }
@@ -267,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_dropped_share_returns() {
-        let sizes = PoolSizes { turns: 2, body_bytes: 1, tokenizer_bytes: 1 };
+        let sizes = PoolSizes { requests: 1, turns: 2, body_bytes: 1, tokenizer_bytes: 1 };
         let shares = Shares::new(sizes);
         let sharer = Sharer::new(&caller("a"), None);
         let mut one = shares.turns.take(&sharer, 1, None).unwrap();

@@ -13,6 +13,7 @@
 //! - `hints`: reads what a body hints at: priority, length of the answer, time to keep KV.
 //! - `hinted`: leaves out a session that was only hinted at, where it can't be had.
 //! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
+//! - `reading`: reads a turn from its request, on a blocking thread if its body is long.
 //! - `form`: reads the model of a request that isn't JSON.
 //! - `priority`: bounds the priority that the request asks for.
 //! - `usage`: counts the tokens that turns use.
@@ -64,6 +65,7 @@ mod priority;
 mod prompt_length;
 pub(crate) mod proxy;
 pub(crate) mod pulses;
+mod reading;
 mod recorder;
 pub(crate) mod renewal;
 pub mod request;
@@ -77,19 +79,12 @@ mod target;
 pub(crate) mod upstream;
 mod usage;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use axum::response::Response;
 use bytes::Bytes;
-use http::{Extensions, HeaderMap, Method, request::Parts};
-use proto::{
-    abort::TurnNames,
-    answers::{has_single_answer, runs_in_background},
-    body::Object,
-    hints::TurnHints,
-    id::SessionKey,
-    route::Kind,
-};
+use http::{Extensions, HeaderMap, request::Parts};
+use proto::{abort::TurnNames, id::SessionKey, route::Kind};
 use service::{
     clock::now,
     headers::strip_request,
@@ -99,18 +94,17 @@ use service::{
     server::PeerAddress,
 };
 use tokio::time::timeout_at;
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
 use self::{
     agent_body::AgentBody,
-    body::HeldBody,
+    body::{Compression, HeldBody},
     close_guard::CloseGuard,
     error::{Error, Limit, NoAnswer},
-    hinted::Unfit,
     pair::Sent,
     placer::PlacedTurn,
-    priority::TurnPriority,
     proxy::{OutboundTurn, TurnCapacity},
+    reading::ReadTurn,
     recorder::{Observers, TurnRecorder},
     request::{SessionIntent, Turn},
     shared::{Shared, StreamFlag},
@@ -118,10 +112,10 @@ use self::{
 };
 use crate::{
     auth::Caller,
-    config::{auth::CacheIsolation, tables::PreamblePolicy},
+    config::auth::CacheIsolation,
     fleet::worker::WorkerRef,
     metrics::TurnOutcome,
-    placement::{PairUse, Unpaired, session_status::SessionStatus},
+    placement::session_status::SessionStatus,
     shares::{Refused, Sharer},
 };
 
@@ -147,20 +141,17 @@ pub(crate) async fn run(
     {
         refuse_early(&shared, &key, hint.is_some()).await?;
     }
-    let context_tokens =
-        || prompt_length::longest_context_tokens(&shared).filter(|_| kind.has_json_body());
-    let receiving = shared.bodies.read(body, &sharer, context_tokens);
-    let receiving = observers.trace.within("receive", receiving);
-    let received = timeout_at(deadline.into(), receiving).await;
-    let mut held_body = received.map_err(|_| Error::BodyLate)??;
-    shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
-    let reading = read_any_turn(&shared, kind, &parts, &mut held_body, &mut sharer, principal);
-    let (mut turn, unfit) = reading.await?;
+    let receiving = receive(&shared, kind, &parts, body, &sharer, deadline);
+    let held_body = observers.trace.within("receive", receiving).await?;
+    let reading = reading::read_turn(&shared, kind, &parts, held_body, &sharer, principal);
+    let ReadTurn { mut turn, unfit, held_body, class } =
+        timeout_at(deadline.into(), reading).await.map_err(|_| NoAnswer::TimedOut)??;
+    sharer.class = class;
     wants_stream.set(turn.wants_stream);
     responses::find_previous(&shared, &mut turn, principal).await?;
     let unsent = add_unsent(&shared, &turn, &parts.headers, principal);
     hinted::settle(&shared, caller, &mut turn, unfit).await?;
-    let mut capacity = admit(&shared, &sharer, held_body.bytes.len())?;
+    let mut capacity = admit(&shared, kind, &turn, &sharer, held_body.bytes.len())?;
     let body = shared.bodies.keep(held_body);
     if let Some(intent) = &turn.session {
         close_lost_session(&shared, intent).await?;
@@ -196,6 +187,25 @@ pub(crate) async fn run(
         observers,
     };
     Box::pin(send(&shared, &turn, &outbound, placed, capacity, &unsent)).await
+}
+
+/// Reads the body of a turn, and counts its bytes.
+async fn receive(
+    shared: &Shared,
+    kind: Kind,
+    parts: &Parts,
+    body: axum::body::Body,
+    sharer: &Sharer,
+    deadline: Instant,
+) -> Result<HeldBody, Error> {
+    let context_tokens =
+        || prompt_length::longest_context_tokens(shared).filter(|_| kind.has_json_body());
+    let compression = Compression::find(&parts.extensions);
+    let reading = shared.bodies.read(body, sharer, compression, context_tokens);
+    let read = timeout_at(deadline.into(), reading).await;
+    let held_body = read.map_err(|_| Error::BodyLate)??;
+    shared.metrics.request_bytes.inc_by(held_body.bytes.len() as u64);
+    Ok(held_body)
 }
 
 /// Returns the client that the limits of a request count against.
@@ -235,110 +245,30 @@ fn add_unsent(
     shared.unsent_turns.add(principal, names, "", ())
 }
 
-/// Takes what a turn needs while it runs: one of the turns in flight, and the tokens of its prompt.
-fn admit(shared: &Shared, sharer: &Sharer, body_bytes: usize) -> Result<TurnCapacity, Error> {
-    let turn = shared
-        .shares
-        .turns
-        .take(sharer, 1, sharer.limits.turns_in_flight_max)
+/// Takes what a turn needs while it runs: as many of the turns in flight as it has sequences, and
+/// the tokens of its prompt.
+fn admit(
+    shared: &Shared,
+    kind: Kind,
+    turn: &Turn,
+    sharer: &Sharer,
+    body_bytes: usize,
+) -> Result<TurnCapacity, Error> {
+    let (pool, key_max) = (&shared.shares.turns, sharer.limits.turns_in_flight_max);
+    // What generates nothing ends soon, and the agent bounds it.
+    let sequences = if kind.is_generation() { turn.sequences.max(1) } else { 1 };
+    let sequences_max = if sequences > 1 { pool.most_of_one(sharer, key_max) } else { 1 };
+    if sequences > sequences_max {
+        return Err(Error::BatchOverShare { sequences, sequences_max });
+    }
+    let turn = pool
+        .take(sharer, sequences.into(), key_max)
         .map_err(|refused| Error::Limit { limit: Limit::Turns, refused })?;
     let tokens = shared
         .shares
         .take_tokens(sharer, usage::estimate_tokens(body_bytes))
         .map_err(Error::TokenRate)?;
     Ok(TurnCapacity { _turn: turn, tokens: tokens.map(TurnTokens::new) })
-}
-
-/// Reads a turn from its request, whose body may be a form.
-async fn read_any_turn(
-    shared: &Shared,
-    kind: Kind,
-    parts: &Parts,
-    held_body: &mut HeldBody,
-    sharer: &mut Sharer,
-    principal: &str,
-) -> Result<(Turn, Unfit), Error> {
-    if kind != Kind::Transcription {
-        return read_turn(shared, kind, parts, held_body, sharer, principal);
-    }
-    let model = form::read_model(&parts.headers, &held_body.bytes).await;
-    let pairs = PairUse::Never(Unpaired::NotGenerated);
-    Ok((Turn { model, pairs, ..Turn::default() }, Unfit::default()))
-}
-
-/// Reads a turn from its request, after changing the body: removes a volatile preamble, bounds the
-/// turn's priority, and adds a salt where caches are isolated. All later steps use the changed
-/// body. `sharer` gets the class of the turn. `principal` identifies the sender of the request.
-/// Also returns what of the body a session can't take.
-fn read_turn(
-    shared: &Shared,
-    kind: Kind,
-    parts: &Parts,
-    held_body: &mut HeldBody,
-    sharer: &mut Sharer,
-    principal: &str,
-) -> Result<(Turn, Unfit), Error> {
-    if parts.method == Method::GET {
-        let pairs = PairUse::Never(Unpaired::NotGenerated);
-        return Ok((Turn { pairs, ..Turn::default() }, Unfit::default()));
-    }
-    let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
-    let headers = &parts.headers;
-    let names = TurnNames::in_body(kind, &object);
-    let previous_response = responses::previous_response(kind, &object);
-    let priority_hint = hints::priority(&object).filter(|_| kind.is_generation());
-    let priority = TurnPriority::read(&object, priority_hint, sharer.limits.priority);
-    sharer.class = priority.class;
-    let answer_tokens = hints::answer_tokens(&object);
-    let unfit = Unfit {
-        has_several_answers: !has_single_answer(kind, &object),
-        is_background: runs_in_background(kind, &object),
-    };
-    let pairs = pair::find_use(kind, &object, unfit);
-    let merges_logprobs = agent_body::logprobs::wants_input_logprobs(kind, &object);
-    let preamble = find_preamble(shared, kind, parts.uri.path(), &object);
-    let is_isolated = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
-    let turn = if preamble.is_none() && !priority.changes_body() && !is_isolated {
-        request::read_object(headers, &object, principal)
-    } else {
-        held_body.change(|bytes| match preamble {
-            None => bytes,
-            Some(range) => range.apply(bytes),
-        });
-        held_body.change(|bytes| priority.apply(bytes));
-        if is_isolated {
-            let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
-            let salted_body = cache_isolation::add_salt(&object, principal)?;
-            held_body.change(|_| salted_body.into());
-        }
-        request::read(headers, &held_body.bytes, principal)
-    };
-    let mut turn = turn?;
-    if !kind.is_generation() {
-        // Any worker can answer this request, and it leaves no KV behind.
-        return Ok((Turn { model: turn.model, pairs, ..Turn::default() }, unfit));
-    }
-    let is_hint = turn.session.as_ref().is_some_and(|intent| intent.hint.is_some());
-    turn.hints = TurnHints { session: is_hint, priority: priority.hint, answer_tokens };
-    Ok((Turn { names, previous_response, pairs, merges_logprobs, ..turn }, unfit))
-}
-
-/// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.
-fn find_preamble(
-    shared: &Shared,
-    kind: Kind,
-    path: &str,
-    body: &Object<'_>,
-) -> Option<preamble::PreambleRange> {
-    if !kind.is_generation() || shared.preamble == PreamblePolicy::Keep {
-        return None;
-    }
-    let range = preamble::find(path, body)?;
-    if shared.metrics.count_removed_preamble(range.client) == 0 {
-        let client = range.client;
-        info!(client, "removed a volatile preamble; set preamble = \"keep\" to leave it in");
-    }
-    Some(range)
 }
 
 /// Refuses a turn before its body is read, if its session is closing or busy with another turn.

@@ -19,7 +19,7 @@ use service::refusal::{Code, Refusal};
 use super::{SharedState, respond};
 use crate::{
     auth::Caller,
-    turn::{self, control::ControlRequest, shared::Shared},
+    turn::{self, body::Compression, control::ControlRequest, shared::Shared},
 };
 
 /// Returns the control routes with their handlers.
@@ -47,7 +47,11 @@ async fn serve(
 async fn run(shared: &Shared, caller: &Caller, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     let sharer = turn::sharer(caller, &parts.extensions);
-    let held_body = shared.bodies.read(body, &sharer, || None).await.map_err(Refusal::from)?;
+    let held_body = {
+        let compression = Compression::find(&parts.extensions);
+        let reading = shared.bodies.read(body, &sharer, compression, || None);
+        reading.await.map_err(Refusal::from)?
+    };
     let control = ControlRequest {
         method: parts.method,
         uri: parts.uri,

@@ -56,6 +56,8 @@ impl From<turn::error::Error> for Refusal {
             Error::TokenRate(wait) => {
                 return Self::new(Code::TokensPerMinute, message).retry_after(wait);
             }
+            Error::BatchOverShare { .. } => Code::BatchOverShare,
+            Error::BodyRatio { .. } => Code::BodyTooLarge,
             Error::BodyOverContext { .. } | Error::PromptOverContext { .. } => {
                 Code::BodyOverContext
             }
@@ -68,6 +70,8 @@ impl From<turn::error::Error> for Refusal {
 /// Returns the code that names a limit.
 fn limit_code(limit: Limit, refused: Refused) -> Code {
     match (limit, refused) {
+        // No key has a limit of requests at once.
+        (Limit::Requests, Refused::Full | Refused::Share | Refused::Key) => Code::RequestsShare,
         (Limit::Turns, Refused::Full) => Code::TurnsInFlight,
         (Limit::Turns, Refused::Share) => Code::TurnsInFlightShare,
         (Limit::Turns, Refused::Key) => Code::KeyTurnsInFlight,
@@ -310,6 +314,7 @@ mod tests {
             (decide::Error::SessionsFull(TableFull::All).into(), Code::SessionsFull),
             (decide::Error::SessionsFull(TableFull::Share).into(), Code::SessionsShare),
             (limit(Limit::Sessions, Refused::Key), Code::KeySessions),
+            (limit(Limit::Requests, Refused::Share), Code::RequestsShare),
             (limit(Limit::BodyBytes, Refused::Full), Code::BodyBytesInFlight),
             (limit(Limit::BodyBytes, Refused::Share), Code::BodyBytesShare),
             (decide::Error::Closing.into(), Code::SessionClosing),

@@ -14,7 +14,7 @@ use std::{
 
 use axum::{
     Json,
-    extract::{Query, Request, State},
+    extract::{Query, State},
     response::{IntoResponse as _, Response},
 };
 use http::{StatusCode, Uri};
@@ -29,7 +29,7 @@ use service::{
     refusal::Refusal,
 };
 
-use super::{IdPath, SharedState, discard_body, errors, id, page::ENTRIES_MAX, respond};
+use super::{IdPath, SharedState, errors, id, page::ENTRIES_MAX, respond};
 use crate::{
     fleet::{
         sessions::{ReportedSession, Sessions},
@@ -188,8 +188,7 @@ pub(super) async fn close(State(shared): SharedState, path: IdPath) -> Response 
 }
 
 /// Demotes the session whose digest the path names.
-pub(super) async fn demote(State(shared): SharedState, path: IdPath, request: Request) -> Response {
-    discard_body(request).await;
+pub(super) async fn demote(State(shared): SharedState, path: IdPath) -> Response {
     let demoted = async {
         let digest = id(path)?;
         let key = find_key(&shared, digest).await.ok_or(sessions::Error::Unknown)?;

@@ -59,6 +59,7 @@ enum Request {
 const COMMON_REFUSALS: &[Code] = &[
     Code::Unauthorized,
     Code::RequestsPerMinute,
+    Code::RequestsShare,
     Code::AuthUnavailable,
     Code::ConnectionsFull,
     Code::Internal,

@@ -2,7 +2,9 @@
 //!
 //! `build_routes` puts these layers around all routes. Whoever may not use a route is refused by
 //! the routes themselves. A body is decompressed as the route reads it, so the limit of a body's
-//! size counts decompressed bytes.
+//! size counts decompressed bytes. `turn::body` bounds how much longer a body becomes.
+
+use std::sync::Arc;
 
 use axum::{
     Router,
@@ -11,7 +13,9 @@ use axum::{
     middleware::Next,
     response::Response,
 };
+use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, header};
+use http_body_util::BodyExt as _;
 use service::refusal::{Code, Refusal};
 use tower::{Layer as _, ServiceExt as _};
 use tower_http::{
@@ -21,6 +25,7 @@ use tower_http::{
 };
 
 use super::{SharedState, respond};
+use crate::turn::body::Compression;
 
 /// The ways to compress a body that the router takes.
 const ENCODINGS: [&str; 4] = ["gzip", "deflate", "br", "zstd"];
@@ -53,12 +58,15 @@ fn cors(origins: &[String]) -> CorsLayer {
 /// Decompresses the body of a request that says that its body is compressed.
 pub(super) async fn decompress(
     State(shared): SharedState,
-    request: Request,
+    mut request: Request,
     next: Next,
 ) -> Response {
     match encoding(request.headers()) {
         Encoding::None => next.run(request).await,
         Encoding::Known => {
+            let compression = Arc::new(Compression::default());
+            request.extensions_mut().insert(Arc::clone(&compression));
+            let request = request.map(|body| count_bytes(body, compression));
             let inner = tower::service_fn(async |request: http::Request<_>| {
                 Ok::<_, std::convert::Infallible>(next.clone().run(request.map(Body::new)).await)
             });
@@ -72,6 +80,14 @@ pub(super) async fn decompress(
             respond(&shared, Err(Refusal::new(Code::ContentEncoding, message)))
         }
     }
+}
+
+/// Returns a body of which the bytes are counted as they arrive.
+fn count_bytes(body: Body, compression: Arc<Compression>) -> Body {
+    Body::new(body.map_frame(move |frame| {
+        compression.count(frame.data_ref().map_or(0, Bytes::len));
+        frame
+    }))
 }
 
 /// How a body is compressed.

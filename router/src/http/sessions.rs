@@ -20,15 +20,20 @@ use serde::{
 use serde_json::{Value, json};
 use service::{
     clock::whole_millis,
+    places::INLINE_BYTES_MAX,
     refusal::{Code, Refusal},
+    server::PeerAddress,
 };
 
-use super::{IdPath, SharedState, discard_body, errors, id, respond};
+use super::{IdPath, SharedState, errors, id, respond};
 use crate::{
     auth::Caller,
     fleet::control::OpenRequest,
+    shares::Sharer,
     turn::{
-        self, request,
+        self,
+        body::Compression,
+        request,
         sessions::{SESSIONS_LISTED_MAX, SessionView},
         shared::Shared,
     },
@@ -106,6 +111,7 @@ async fn try_open(
 pub(super) async fn list(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
+    peer: Option<Extension<PeerAddress>>,
     uri: Uri,
 ) -> Response {
     let answer = async {
@@ -114,8 +120,12 @@ pub(super) async fn list(
         let Query(ListQuery { limit, after }) = query;
         let limit = limit.map_or(SESSIONS_LISTED_MAX, |limit| limit as usize);
         let limit = limit.clamp(1, SESSIONS_LISTED_MAX);
-        let principal = caller.principal.to_string();
-        let (session_views, has_more) = shared.sessions.list(principal, after, limit).await;
+        let view = shared.directory.settled_view().await;
+        let (sessions, principal) = (Arc::clone(&shared.sessions), Arc::clone(&caller.principal));
+        let list = move || sessions.list(&view, &principal, after, limit);
+        let sharer = Sharer::new(&caller, peer.map(|Extension(PeerAddress(peer))| peer));
+        let listing = shared.shares.reading.run(&sharer.name, list);
+        let (session_views, has_more) = listing.await;
         let sessions: Vec<Value> =
             session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
         let mut list = json!({ "sessions": sessions, "more": has_more });
@@ -155,9 +165,7 @@ pub(super) async fn demote(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
     path: IdPath,
-    request: Request,
 ) -> Response {
-    discard_body(request).await;
     let answer = async {
         shared.sessions.demote(&session_key(&caller, id(path)?)?).await?;
         Ok(StatusCode::NO_CONTENT.into_response())
@@ -249,7 +257,13 @@ pub(super) async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     may_be_empty: bool,
 ) -> Result<T, Refusal> {
     let sharer = turn::sharer(caller, request.extensions());
-    let held_body = shared.bodies.read(request.into_body(), &sharer, || None).await?;
+    let (parts, body) = request.into_parts();
+    let compression = Compression::find(&parts.extensions);
+    let held_body = shared.bodies.read(body, &sharer, compression, || None).await?;
+    if held_body.bytes.len() > INLINE_BYTES_MAX {
+        let message = format!("the body of this route has at most {INLINE_BYTES_MAX} bytes");
+        return Err(Refusal::new(Code::BodyTooLarge, message));
+    }
     if held_body.bytes.is_empty() && may_be_empty {
         return Ok(T::default());
     }

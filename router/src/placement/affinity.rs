@@ -16,10 +16,12 @@
 //! a principal gets its share of it by the rule of `shares`. Beyond that, and when the table is
 //! full, the binding that has been idle for longest is dropped: the principal's own, if it has one.
 
+mod invariants;
 mod parts;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    ops::Bound,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -90,8 +92,8 @@ pub enum TableFull {
 /// The bindings of one principal.
 #[derive(Debug, Default)]
 struct PrincipalBindings {
-    /// Their number, at least 1.
-    count: usize,
+    /// Their keys, at least one.
+    keys: BTreeSet<SessionKey>,
     /// Those without a running turn, longest idle first.
     idle_order: BTreeSet<IdleOrderKey>,
 }
@@ -341,16 +343,18 @@ impl Affinity {
         keys.iter().all(|key| !self.bindings.contains_key(key))
     }
 
-    /// Iterates over the keys of one principal's bindings, in no particular order. A principal is a
-    /// client's name.
-    pub fn keys_of_principal<'a>(
-        &'a self,
-        principal: &'a str,
+    /// Iterates over the keys of one principal's bindings in their order, from the one after
+    /// `after`. A principal is a client's name.
+    pub fn keys_of_principal(
+        &self,
+        principal: &str,
+        after: Option<&SessionKey>,
         now: Instant,
-    ) -> impl Iterator<Item = &'a SessionKey> {
-        let is_own = move |key: &SessionKey| key.principal() == principal;
-        let live = self.bindings.iter().filter(move |(_, bound)| !self.is_expired(bound, now));
-        live.map(|(key, _)| key).filter(move |key| is_own(key))
+    ) -> impl Iterator<Item = &SessionKey> {
+        let own = self.principals.get(principal);
+        let start = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let keys = own.into_iter().flat_map(move |own| own.keys.range((start, Bound::Unbounded)));
+        keys.filter(move |key| self.get(key, now).is_some())
     }
 
     /// Returns the number of bindings.
@@ -392,9 +396,12 @@ impl Affinity {
             };
             self.bindings.insert(key.clone(), binding);
             match self.principals.get_mut(key.principal()) {
-                Some(principal) => principal.count += 1,
+                Some(principal) => {
+                    principal.keys.insert(key.clone());
+                }
                 None => {
-                    let principal = PrincipalBindings { count: 1, ..Default::default() };
+                    let keys = BTreeSet::from([key.clone()]);
+                    let principal = PrincipalBindings { keys, ..Default::default() };
                     self.principals.insert(key.principal().into(), principal);
                 }
             }
@@ -415,7 +422,7 @@ impl Affinity {
     /// Makes room for one more binding of a principal.
     fn make_room(&mut self, principal: &str) -> Result<(), TableFull> {
         let own = self.principals.get(principal);
-        let held = own.map_or(0, |own| own.count);
+        let held = own.map_or(0, |own| own.keys.len());
         let (bindings_max, used) = (self.bindings_max as u64, self.bindings.len() as u64);
         let ask = Ask { units: 1, class: PriorityClass::Normal, key_max: None };
         if shares::check(bindings_max, used, held as u64, ask).is_ok() {
@@ -443,12 +450,12 @@ impl Affinity {
     fn remove(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.remove(key) else { return };
         let principal = self.principals.get_mut(key.principal()).expect("it has a binding");
-        principal.count -= 1;
+        principal.keys.remove(key);
         if let Some(idle_order_key) = binding.idle_order_key {
             self.idle_order.remove(&idle_order_key);
             principal.idle_order.remove(&idle_order_key);
         }
-        if principal.count == 0 {
+        if principal.keys.is_empty() {
             self.principals.remove(key.principal());
         }
     }
@@ -470,31 +477,6 @@ impl Affinity {
         }
         #[cfg(test)]
         self.check_invariants();
-    }
-
-    /// Panics if the table contradicts itself.
-    pub fn check_invariants(&self) {
-        assert!(self.bindings.len() <= self.bindings_max, "over the bound");
-        let mut idle_count = 0;
-        for (key, binding) in &self.bindings {
-            assert_eq!(
-                binding.turns == 0,
-                binding.idle_order_key.is_some(),
-                "held but in the idle order"
-            );
-            if let Some(idle_order_key) = &binding.idle_order_key {
-                assert_eq!(self.idle_order.get(idle_order_key), Some(key), "another key's place");
-                idle_count += 1;
-            }
-        }
-        assert_eq!(idle_count, self.idle_order.len(), "places of bindings that were removed");
-        let principals = self.principals.values();
-        let (count, places) = principals.fold((0, 0), |(count, places), principal| {
-            assert!(principal.count > 0, "a principal without bindings is kept");
-            (count + principal.count, places + principal.idle_order.len())
-        });
-        assert_eq!(count, self.bindings.len(), "bindings of no principal");
-        assert_eq!(places, idle_count, "places of no principal");
     }
 }
 

@@ -16,24 +16,25 @@ use std::{
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use proto::load::{Description, ModelFiles};
-use service::{clock::now, log::describe_error};
+use proto::load::{Description, EngineFacts, ModelFiles};
+use service::{
+    clock::now,
+    log::describe_error,
+    places::{INLINE_BYTES_MAX, Places},
+};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{
-    Blocks, EngineBlockFacts, Prompt, PromptForm, memory::TokenizerMemory, model::Model,
-    places::Places,
-};
+use super::{Blocks, EngineBlockFacts, Prompt, PromptForm, memory::TokenizerMemory, model::Model};
 #[cfg(test)]
-use crate::shares::{PoolSizes, Shares};
+use crate::shares::PoolSizes;
 use crate::{
     fleet::{
         control::ControlClients, snapshot::Snapshot, tokenizer_files::TokenizerFiles, view::View,
     },
     metrics::Metrics,
-    shares::{Share, SharedPool, Sharer},
+    shares::{Share, SharedPool, Sharer, Shares},
 };
 
 /// Maximum number of models. A model with 150,000 tokens takes about 100 MiB. Prompts for further
@@ -80,14 +81,17 @@ pub(crate) struct Models {
     long_permits: Arc<Semaphore>,
     /// The places for counting prompts that look too long. They are of `long_permits`.
     places: Places,
+    /// The places for reading long bodies.
+    reading: Arc<Places>,
     /// The memory for tokenizing.
     pool: Arc<SharedPool>,
     metrics: Arc<Metrics>,
 }
 
 impl Models {
-    /// Creates an empty set of models. `pool` is the memory for tokenizing.
-    pub(crate) fn new(pool: Arc<SharedPool>, metrics: Arc<Metrics>) -> Self {
+    /// Creates an empty set of models, which shares the memory for tokenizing and the places for
+    /// reading of `shares`.
+    pub(crate) fn new(shares: &Shares, metrics: Arc<Metrics>) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let long_permits = Arc::new(Semaphore::new((processors / 2).max(1)));
         Self {
@@ -95,7 +99,8 @@ impl Models {
             short_permits: Arc::new(Semaphore::new(SHORT_PROMPTS_AT_ONCE_MAX)),
             places: Places::new(Arc::clone(&long_permits)),
             long_permits,
-            pool,
+            reading: Arc::clone(&shares.reading),
+            pool: Arc::clone(&shares.tokenizer_bytes),
             metrics,
         }
     }
@@ -103,9 +108,9 @@ impl Models {
     /// Creates an empty set of models with `bytes` of memory for tokenizing.
     #[cfg(test)]
     pub(crate) fn with_memory(bytes: usize) -> Self {
-        let sizes = PoolSizes { turns: 1, body_bytes: 1, tokenizer_bytes: bytes };
+        let sizes = PoolSizes { requests: 1, turns: 1, body_bytes: 1, tokenizer_bytes: bytes };
         let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default());
-        Self::new(Arc::clone(&Shares::new(sizes).tokenizer_bytes), Arc::new(metrics))
+        Self::new(&Shares::new(sizes), Arc::new(metrics))
     }
 
     /// Makes a prompt's blocks for the engine in `description`. Uses the engine's model if it is
@@ -131,7 +136,7 @@ impl Models {
             Some(model) => self.permit(&memory, body.len()).await.map(|permit| (model, permit)),
         };
         let Some((model, permit)) = permitted_model else {
-            return prompt.blocks(form, body, &EngineBlockFacts::from_facts(engine)?);
+            return self.untokenized_blocks(prompt, form, body, engine, sharer).await;
         };
         let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
         // If tokenizing takes too long, the turn is placed without blocks. The thread goes on and
@@ -146,6 +151,23 @@ impl Models {
             )
         })
         .await
+    }
+
+    /// Makes a prompt's blocks from its bytes or its token ids.
+    async fn untokenized_blocks(
+        &self,
+        prompt: &Prompt,
+        form: PromptForm,
+        body: &Bytes,
+        engine: &EngineFacts,
+        sharer: &Sharer,
+    ) -> Option<Blocks> {
+        if body.len() <= INLINE_BYTES_MAX {
+            return prompt.blocks(form, body, &EngineBlockFacts::from_facts(engine)?);
+        }
+        let (prompt, body, engine) = (prompt.clone(), body.clone(), engine.clone());
+        let make = move || prompt.blocks(form, &body, &EngineBlockFacts::from_facts(&engine)?);
+        self.reading.run(&sharer.name, make).await
     }
 
     /// Waits a short time for a permit to tokenize a prompt, and takes the memory to read its body.
@@ -181,17 +203,15 @@ impl Models {
         if model.is_none() && prompt.is_text(form, body) {
             return false;
         }
-        let place = self.places.take(&sharer.name).await;
         let (prompt, body, engine) = (prompt.clone(), body.clone(), description.engine.clone());
-        let task = tokio::task::spawn_blocking(move || {
-            let _place = place;
+        let count = move || {
             let Some(mut engine) = EngineBlockFacts::from_facts(&engine) else { return false };
             if let Some(model) = &model {
                 engine = engine.with_model(model, unix_s());
             }
             prompt.is_over_context(form, &body, &engine)
-        });
-        task.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+        };
+        self.places.run(&sharer.name, count).await
     }
 
     /// Returns the token ids that the engine in `description` makes of a prompt. Returns `None` if

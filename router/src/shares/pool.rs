@@ -106,6 +106,19 @@ impl Pool {
         self.held.get(sharer).copied().unwrap_or_default()
     }
 
+    /// Returns the most units that one sharer of this class gets while nobody holds any.
+    pub(crate) fn most_of_one(&self, class: PriorityClass) -> u64 {
+        let (mut most, mut above) = (0, self.units.saturating_add(1));
+        while above - most > 1 {
+            let units = most + (above - most) / 2;
+            match check(self.units, 0, 0, Ask { units, class, key_max: None }) {
+                Ok(()) => most = units,
+                Err(_) => above = units,
+            }
+        }
+        most
+    }
+
     /// Returns the number of units.
     pub(crate) fn units(&self) -> u64 {
         self.units
@@ -174,7 +187,8 @@ pub(crate) fn check(units: u64, used: u64, held: u64, ask: Ask) -> Result<(), Re
         return Err(Refused::Class);
     }
     let is_small = wanted <= (units / SMALL_DIVISOR).max(1);
-    let free = main_units.saturating_sub(used);
+    // Before the last of the units: one that takes many at once gets no more than one by one.
+    let free = main_units.saturating_sub(wanted_used.saturating_sub(1));
     let is_in_proportion = wanted_used <= main_units && wanted <= free.saturating_mul(FREE_FACTOR);
     if is_small || is_in_proportion { Ok(()) } else { Err(Refused::Share) }
 }
@@ -206,6 +220,7 @@ mod tests {
     fn one_alone_gets_nearly_all_and_a_newcomer_still_finds_room() {
         let mut pool = Pool::new(4096);
         let (hog, newcomer) = (sharer(0), sharer(1));
+        assert_eq!(pool.most_of_one(NORMAL), 3615);
         assert_eq!(take_all(&mut pool, &hog, NORMAL), 3615, "88 % of 4,096");
         // 225 units of the main part and the reserve are free.
         assert_eq!(take_all(&mut pool, &newcomer, NORMAL), 212);

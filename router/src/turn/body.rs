@@ -6,17 +6,23 @@
 //! body gives way, oldest first, to any body that finds no memory. Its turn is then not retried:
 //! the client gets the first worker's refusal.
 
+mod text_meter;
+
 use std::{
     collections::VecDeque,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use bytes::Bytes;
+use http::Extensions;
 use http_body::Body;
-use memchr::memmem;
 use parking_lot::Mutex;
 use service::budget::read_limited;
 
+use self::text_meter::TextMeter;
 use super::error::{Error, Limit};
 use crate::shares::{Refused, Share, SharedPool, Sharer};
 
@@ -28,8 +34,11 @@ const STEP_BYTES: u64 = 4 * 1024;
 const TEXT_BYTES_PER_TOKEN: usize = 64;
 /// A body up to this size is never refused for its text. It leaves room for tools and metadata.
 const TEXT_BYTES_MIN: usize = 1 << 20;
-/// What bodies with an image, a video or a sound contain. Such data has many bytes and few tokens.
-const MEDIA_MARKS: [&[u8]; 5] = [b"data:", b"image", b"video", b"audio", b"_file"];
+/// A compressed body may become this many times longer. Histories of agents become 30 times longer
+/// at most, and white space a million times.
+const DECOMPRESSED_RATIO_MAX: usize = 100;
+/// A body may be decompressed to this size, however short it was.
+const DECOMPRESSED_BYTES_MIN: usize = 1 << 20;
 /// Number of remembered sent bodies at which those that are gone are first removed.
 const SENT_BODIES_MIN: usize = 64;
 
@@ -39,6 +48,31 @@ pub(crate) struct Bodies {
     pool: Arc<SharedPool>,
     body_bytes_max: usize,
     sent: Arc<Mutex<SentBodies>>,
+}
+
+/// The way of a compressed body. It is among the extensions of its request.
+#[derive(Debug, Default)]
+pub(crate) struct Compression {
+    /// The bytes that have come from the client.
+    received_bytes: AtomicUsize,
+}
+
+impl Compression {
+    /// Returns the way of a request's body if the body is decompressed.
+    pub(crate) fn find(extensions: &Extensions) -> Option<&Self> {
+        extensions.get::<Arc<Self>>().map(|compression| &**compression)
+    }
+
+    /// Counts bytes that have come from the client.
+    pub(crate) fn count(&self, bytes: usize) {
+        self.received_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the most bytes to which those that have come may be decompressed.
+    fn bytes_max(&self) -> usize {
+        let received_bytes = self.received_bytes.load(Ordering::Relaxed);
+        received_bytes.saturating_mul(DECOMPRESSED_RATIO_MAX).max(DECOMPRESSED_BYTES_MIN)
+    }
 }
 
 /// The sent bodies that are kept for a second try, oldest first.
@@ -72,15 +106,17 @@ impl Bodies {
         Self { pool, body_bytes_max, sent: Arc::default() }
     }
 
-    /// Reads a body to its end. `context_tokens` returns the longest context of any worker: a
-    /// longer prompt is refused as soon as so much of it has arrived.
+    /// Reads a body to its end. `compression` is there if it is decompressed on its way.
+    /// `context_tokens` returns the longest context of any worker: a longer prompt is refused as
+    /// soon as so much of it has arrived.
     ///
     /// # Errors
-    /// If the body is too large, incomplete or slow, or finds no memory.
+    /// If the body is too large, incomplete or slow, grows too much, or finds no memory.
     pub(crate) async fn read<B>(
         &self,
         body: B,
         sharer: &Sharer,
+        compression: Option<&Compression>,
         context_tokens: impl Fn() -> Option<u64>,
     ) -> Result<HeldBody, Error>
     where
@@ -90,16 +126,22 @@ impl Bodies {
         let refuse = |refused| Error::Limit { limit: Limit::BodyBytes, refused };
         let mut share = self.pool.empty_share(sharer);
         self.grow(&mut share, STEP_BYTES).map_err(refuse)?;
-        let mut is_text_checked = false;
+        let mut text = TextMeter::default();
         let bytes = read_limited(body, self.body_bytes_max, |kept, received_bytes| {
-            if !is_text_checked && kept.len() > TEXT_BYTES_MIN {
-                let text_bytes_max = context_tokens().map_or(usize::MAX, text_bytes_max);
-                is_text_checked = kept.len() > text_bytes_max;
-                if is_text_checked && !has_media(kept) {
+            if kept.len() > TEXT_BYTES_MIN
+                && let Some(text_bytes_max) = context_tokens().map(text_bytes_max)
+            {
+                text.read(kept);
+                if text.text_bytes() > text_bytes_max {
                     return Err(Error::BodyOverContext { text_bytes_max });
                 }
             }
-            let missing_bytes = (received_bytes as u64).saturating_sub(share.units());
+            if compression.is_some_and(|compression| received_bytes > compression.bytes_max()) {
+                return Err(Error::BodyRatio { ratio_max: DECOMPRESSED_RATIO_MAX });
+            }
+            // What a decompressor remembers is no longer than what it has made.
+            let bodies = if compression.is_some() { 2 } else { 1 };
+            let missing_bytes = (bodies * received_bytes as u64).saturating_sub(share.units());
             if missing_bytes > 0 {
                 let step = missing_bytes.next_multiple_of(STEP_BYTES);
                 self.grow(&mut share, step).map_err(refuse)?;
@@ -107,6 +149,7 @@ impl Bodies {
             Ok(())
         })
         .await?;
+        share.shrink((bytes.len() as u64).next_multiple_of(STEP_BYTES).max(STEP_BYTES));
         Ok(HeldBody { bytes, _share: share })
     }
 
@@ -204,11 +247,6 @@ fn text_bytes_max(context_tokens: u64) -> usize {
     tokens.saturating_mul(TEXT_BYTES_PER_TOKEN).max(TEXT_BYTES_MIN)
 }
 
-/// Whether there may be an image, a video or a sound in the beginning of a body.
-fn has_media(bytes: &[u8]) -> bool {
-    MEDIA_MARKS.iter().any(|mark| memmem::find(bytes, mark).is_some())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -230,7 +268,7 @@ mod tests {
     }
 
     fn bodies(pool_bytes: usize) -> Bodies {
-        let sizes = PoolSizes { turns: 1, body_bytes: pool_bytes, tokenizer_bytes: 1 };
+        let sizes = PoolSizes { requests: 1, turns: 1, body_bytes: pool_bytes, tokenizer_bytes: 1 };
         Bodies::new(Arc::clone(&Shares::new(sizes).body_bytes), 64 * MIB)
     }
 
@@ -243,7 +281,7 @@ mod tests {
             })
             .collect();
         let body = http_body_util::StreamBody::new(tokio_stream::iter(chunks));
-        bodies.read(body, &sharer(name), || Some(10_000)).await
+        bodies.read(body, &sharer(name), None, || Some(10_000)).await
     }
 
     #[tokio::test]
@@ -280,6 +318,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_body_that_is_decompressed_takes_twice_its_memory_and_grows_within_bounds() {
+        let bodies = bodies(64 * MIB);
+        let compression = Compression::default();
+        compression.count(20_000);
+        let read = async |bytes: usize| {
+            let body = http_body_util::Full::new(Bytes::from(vec![b' '; bytes]));
+            bodies.read(body, &sharer("a"), Some(&compression), || None).await
+        };
+        let body = read(1_999_000).await.unwrap();
+        assert!(body.held_bytes() < 2_100_000, "the decompressor is gone: {}", body.held_bytes());
+        let refused = read(2_001_000).await.unwrap_err();
+        assert!(matches!(refused, Error::BodyRatio { .. }), "{refused}");
+        compression.count(10 * MIB);
+        let refused = read(32 * MIB).await.unwrap_err();
+        assert!(matches!(refused, Error::Limit { .. }), "{refused}");
+    }
+
+    #[tokio::test]
     async fn text_that_fits_no_context_is_refused_before_it_has_arrived() {
         let bodies = bodies(512 * MIB);
         let padding = Bytes::from(vec![b' '; 8 * MIB]);
@@ -287,6 +343,9 @@ mod tests {
         assert!(matches!(refused, Error::BodyOverContext { .. }), "{refused}");
         let image = [b"{\"image_data\":\"".as_slice(), &padding].concat();
         assert!(read(&bodies, "a", &image.into()).await.is_ok());
+        let text = [b"{\"x\":\"data:\",\"text\":\"".as_slice(), &padding].concat();
+        let refused = read(&bodies, "a", &text.into()).await.unwrap_err();
+        assert!(matches!(refused, Error::BodyOverContext { .. }), "{refused}");
         assert!(read(&bodies, "a", &padding.slice(..MIB)).await.is_ok());
     }
 }

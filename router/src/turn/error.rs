@@ -21,6 +21,17 @@ pub(crate) enum Error {
         /// Which limit is reached.
         refused: Refused,
     },
+    /// The turn has more sequences than its client may have in flight.
+    #[error(
+        "this turn has {sequences} sequences (prompts times answers), and this client may have \
+         {sequences_max} in flight by turns_in_flight_max; send batches of at most so many"
+    )]
+    BatchOverShare {
+        /// The turn's sequences.
+        sequences: u32,
+        /// The most that one client may have.
+        sequences_max: u32,
+    },
     /// The client's key has used up its requests per minute.
     #[error("this key has used its requests_per_minute; wait as long as Retry-After says")]
     RequestRate(Duration),
@@ -35,6 +46,15 @@ pub(crate) enum Error {
     BodyOverContext {
         /// The most bytes of text that fit.
         text_bytes_max: usize,
+    },
+    /// The body grows too much as it is decompressed.
+    #[error(
+        "the body becomes more than {ratio_max} times longer when it is decompressed; send it as \
+         it is"
+    )]
+    BodyRatio {
+        /// How many times longer a body may become.
+        ratio_max: usize,
     },
     /// The prompt has more tokens than any worker's context.
     #[error(
@@ -80,6 +100,8 @@ pub(crate) enum Error {
 /// What the router's clients share, each within its own limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Limit {
+    /// Requests that are served.
+    Requests,
     /// Turns in flight.
     Turns,
     /// The memory for request bodies.
@@ -91,6 +113,7 @@ pub(crate) enum Limit {
 /// Returns the message of [`Error::Limit`].
 fn limit_message(limit: Limit, refused: Refused) -> String {
     let (name, units) = match limit {
+        Limit::Requests => ("the number of connections", "requests being served"),
         Limit::Turns => ("turns_in_flight_max", "turns in flight"),
         Limit::Sessions => ("sessions_max", "open sessions"),
         Limit::BodyBytes => ("body_bytes_in_flight_max", "bytes of request bodies"),

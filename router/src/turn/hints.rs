@@ -13,7 +13,7 @@
 use memchr::memmem;
 use proto::body::Object;
 use serde::Deserialize;
-use serde_json::{Value, value::RawValue};
+use serde_json::Value;
 
 /// The key of a member that says how long a prompt is to be cached, with its quotes.
 const CACHE_CONTROL: &[u8] = b"\"cache_control\"";
@@ -26,9 +26,9 @@ const TTL_SECONDS_MAX: u64 = 365 * 24 * 3600;
 /// Priorities within one strict priority. A greater strict priority comes before any of these.
 const STRICT_STEP: i64 = 1 << 20;
 
-/// Returns the priority that the body hints at, of which more is more urgent.
-pub(super) fn priority(body: &Object<'_>) -> Option<i64> {
-    let hints = agent_hints(body)?;
+/// Returns the priority that a body's `agent_hints` ask for, of which more is more urgent.
+pub(super) fn priority(hints: Option<&Object<'_>>) -> Option<i64> {
+    let hints = hints?;
     let number = |key: &str| hints.get(key)?.get().parse::<i64>().ok();
     // The older name of `priority` takes fractions.
     let sensitivity = || {
@@ -47,8 +47,8 @@ pub(super) fn priority(body: &Object<'_>) -> Option<i64> {
 }
 
 /// Returns how many tokens the client expects of the answer.
-pub(super) fn answer_tokens(body: &Object<'_>) -> Option<u64> {
-    agent_hints(body)?.get("osl")?.get().parse().ok()
+pub(super) fn answer_tokens(hints: Option<&Object<'_>>) -> Option<u64> {
+    hints?.get("osl")?.get().parse().ok()
 }
 
 /// Returns for how long the client wants its session's KV kept without a turn, in milliseconds: the
@@ -60,15 +60,6 @@ pub(super) fn idle_ms(body: &Object<'_>) -> Option<u64> {
     });
     let seconds = cache_control_ttls(body.bytes()).chain(retention).max()?;
     Some(seconds.clamp(1, TTL_SECONDS_MAX) * 1000)
-}
-
-fn agent_hints<'a>(body: &Object<'a>) -> Option<Object<'a>> {
-    let nvext = object(body.get("nvext")?)?;
-    object(nvext.get("agent_hints")?)
-}
-
-fn object(raw: &RawValue) -> Option<Object<'_>> {
-    Object::parse(raw.get().as_bytes()).ok()
 }
 
 /// Returns the times, in seconds, of the members `cache_control` at any depth of a JSON text.
@@ -130,8 +121,8 @@ mod tests {
     #[test]
     fn agent_hints_give_a_priority_and_a_length() {
         let of = |hints: &str| {
-            let body = format!(r#"{{"nvext":{{"agent_hints":{hints}}}}}"#);
-            (read(&body, priority), read(&body, answer_tokens))
+            let hints = Object::parse(hints.as_bytes()).ok();
+            (priority(hints.as_ref()), answer_tokens(hints.as_ref()))
         };
         assert_eq!(of(r#"{"priority":5,"osl":200}"#), (Some(5), Some(200)));
         assert_eq!(of(r#"{"priority":-2}"#).0, Some(-2));
@@ -181,7 +172,7 @@ mod tests {
             let value = Value::from(ttl);
             let body = format!(r#"{{"a":{},"cache_control":{{"ttl":{value}}}}}"#, Value::from(text));
             read(&body, idle_ms);
-            read(&body, priority);
+            read(&body, |hints| priority(Some(hints)));
         }
     }
 }

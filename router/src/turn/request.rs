@@ -49,6 +49,10 @@ pub const RETENTION_HEADER: HeaderName = HeaderName::from_static("x-berth-retent
 /// and could overflow the agent's clock.
 const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
 
+/// The most bytes of an object in the body whose members Berth reads. Real ones have hundreds.
+const OBJECT_BYTES_MAX: usize = 64 << 10;
+const OBJECT_ALLOWED: &str = "an object of at most 64 KiB with at most 4096 members";
+
 /// The model's name in the body of a client that was given no name: the default of SGLang's own
 /// protocol.
 const UNNAMED_MODEL: &str = "default";
@@ -88,6 +92,32 @@ pub enum HintKind {
     Session,
     /// The session, or only the request.
     SessionOrRequest,
+}
+
+/// The member `nvext` of a body, a field of the Dynamo API.
+#[derive(Debug, Default)]
+pub struct Nvext<'a> {
+    session_control: Option<Object<'a>>,
+    /// What the client hints at. `None` also if that can't be read.
+    pub(super) agent_hints: Option<Object<'a>>,
+}
+
+impl<'a> Nvext<'a> {
+    /// Reads the member of a body.
+    ///
+    /// # Errors
+    /// When it is no object, or a large one, or its `session_control` is none.
+    pub fn read(body: &Object<'a>) -> Result<Self, Error> {
+        let nvext = match body.get("nvext").filter(|raw| raw.get() != "null") {
+            None => return Ok(Self::default()),
+            // What Berth doesn't read of it may be long, such as a prompt's token ids.
+            Some(raw) => Object::parse(raw.get().as_bytes())
+                .map_err(|_| Error::Field { field: "nvext", allowed: OBJECT_ALLOWED })?,
+        };
+        let session_control = object_member(&nvext, "session_control", "nvext.session_control")?;
+        let agent_hints = object_member(&nvext, "agent_hints", "nvext.agent_hints").ok().flatten();
+        Ok(Self { session_control, agent_hints })
+    }
 }
 
 /// The session that a turn belongs to, and what the client wants done with it.
@@ -140,6 +170,8 @@ pub struct Turn {
     pub prompt: Prompt,
     /// The length of the body in bytes.
     pub body_bytes: u64,
+    /// The sequences that an engine runs for the turn: its prompts times the answers to each.
+    pub sequences: u32,
     /// Whether the client asks for a stream of events.
     pub wants_stream: bool,
     /// The names by which the client can abort the turn.
@@ -188,19 +220,21 @@ fn own_header_session(headers: &HeaderMap, principal: &str) -> Result<Option<Ses
 /// When the body is not one JSON object, a session id or a field is invalid, or a delta turn names
 /// no session.
 pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, Error> {
-    read_object(headers, &Object::parse(body)?, principal)
+    let object = Object::parse(body)?;
+    read_object(headers, &object, &Nvext::read(&object)?, principal)
 }
 
-/// Reads a turn from its headers and its parsed body.
+/// Reads a turn from its headers, its parsed body and the `nvext` of that.
 ///
 /// # Errors
 /// When a session id or a field is invalid, or a delta turn names no session.
 pub fn read_object(
     headers: &HeaderMap,
     object: &Object<'_>,
+    nvext: &Nvext<'_>,
     principal: &str,
 ) -> Result<Turn, Error> {
-    let control = SessionControl::read(object)?;
+    let control = nvext.session_control.as_ref().map(SessionControl::read).transpose()?;
     let session_params_id = session_params_id(object)?;
     let session_id_member = string_member(object, "session_id", "session_id")?;
     let body_session_id = session_id_member.or_else(|| session_params_id.clone());
@@ -246,19 +280,13 @@ pub fn read_object(
         parent: parent.filter(|parent| session.as_ref().is_none_or(|it| it.key != *parent)),
         session,
         has_unusable_name,
-        name_seen_once: None,
-        hints: TurnHints::default(),
         cache_key: cache_key(object, principal),
         model: model_name(object),
         weights: header_weights(headers)?,
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
         wants_stream: object.get("stream").is_some_and(|value| value.get() == "true"),
-        names: TurnNames::None,
-        previous_response: None,
-        response_agent: None,
-        pairs: PairUse::May,
-        merges_logprobs: false,
+        ..Turn::default()
     })
 }
 
@@ -364,17 +392,12 @@ struct SessionControl {
 }
 
 impl SessionControl {
-    fn read(body: &Object<'_>) -> Result<Option<Self>, Error> {
-        let Some(nvext) = object_member(body, "nvext", "nvext")? else { return Ok(None) };
-        let field = "nvext.session_control";
-        let Some(control) = object_member(&nvext, "session_control", field)? else {
-            return Ok(None);
-        };
+    fn read(control: &Object<'_>) -> Result<Self, Error> {
         let field = "nvext.session_control.session_id";
-        let session_id = string_member(&control, "session_id", field)?
+        let session_id = string_member(control, "session_id", field)?
             .ok_or(Error::Field { field, allowed: "a string of 1 to 256 bytes" })?;
         let field = "nvext.session_control.action";
-        let action = match string_member(&control, "action", field)?.as_deref() {
+        let action = match string_member(control, "action", field)?.as_deref() {
             None => SessionAction::Continue,
             Some("open") => SessionAction::Open,
             Some("close") => SessionAction::Close,
@@ -397,7 +420,7 @@ impl SessionControl {
                 return Err(Error::Field { field, allowed: "true or false" });
             }
         };
-        Ok(Some(Self { session_id, action, idle_ms_max, is_required }))
+        Ok(Self { session_id, action, idle_ms_max, is_required })
     }
 }
 
@@ -409,8 +432,8 @@ fn session_params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
     }
 }
 
-/// Reads a member that is an object. Null counts as absent, and any other type is an error that
-/// names `field`.
+/// Reads a member that is an object of at most [`OBJECT_BYTES_MAX`]. Null counts as absent, and
+/// anything else is an error that names `field`.
 fn object_member<'a>(
     body: &Object<'a>,
     key: &str,
@@ -419,9 +442,11 @@ fn object_member<'a>(
     match body.get(key) {
         None => Ok(None),
         Some(raw) if raw.get() == "null" => Ok(None),
-        Some(raw) => Object::parse(raw.get().as_bytes())
-            .map(Some)
-            .map_err(|_| Error::Field { field, allowed: "an object with at most 4096 members" }),
+        Some(raw) if raw.get().len() <= OBJECT_BYTES_MAX => {
+            let object = Object::parse(raw.get().as_bytes());
+            object.map(Some).map_err(|_| Error::Field { field, allowed: OBJECT_ALLOWED })
+        }
+        Some(_) => Err(Error::Field { field, allowed: OBJECT_ALLOWED }),
     }
 }
 
@@ -640,6 +665,10 @@ mod tests {
             (format!(r#"{{"nvext":{{{many}}}}}"#), "nvext"),
             (r#"{"nvext":1}"#.to_owned(), "nvext"),
             (
+                format!(r#"{{"session_params":{{"a":"{}"}}}}"#, "a".repeat(OBJECT_BYTES_MAX)),
+                "64 KiB",
+            ),
+            (
                 format!(
                     r#"{{"nvext":{{"session_control":{{"session_id":"s","timeout":{deep}}}}}}}"#
                 ),
@@ -664,7 +693,7 @@ mod tests {
             r#"{"nvext":{"session_control":{"session_id":"ID","action":"bind"}}}"#,
         ];
         let natives = ["x-berth-session-id"];
-        for (bytes, taken) in [(256, true), (257, false), (65_536, false)] {
+        for (bytes, taken) in [(256, true), (257, false), (60_000, false)] {
             let id = "i".repeat(bytes);
             let bodies = doors.iter().map(|body| ("", body.replace("ID", &id)));
             let named = natives.iter().map(|header| (*header, "{}".to_owned()));

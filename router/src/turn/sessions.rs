@@ -262,22 +262,9 @@ impl SessionService {
     /// Returns sessions of `principal` in the order of their ids, from the first one after the id
     /// `after`, at most `limit`, and whether there are more.
     ///
-    /// This reads the tables of all sessions, which takes milliseconds. So it runs on a thread for
-    /// blocking work.
-    pub(crate) async fn list(
-        self: &Arc<Self>,
-        principal: String,
-        after: Option<String>,
-        limit: usize,
-    ) -> (Vec<SessionView>, bool) {
-        let view = self.directory.settled_view().await;
-        let service = Arc::clone(self);
-        let list = move || service.list_in(&view, &principal, after, limit);
-        let listed = tokio::task::spawn_blocking(list).await;
-        listed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
-    }
-
-    fn list_in(
+    /// This reads the agents' tables of all sessions, which takes milliseconds. So it is for a
+    /// thread for blocking work. This router's own table is locked for the listed sessions only.
+    pub(crate) fn list(
         &self,
         view: &Snapshot,
         principal: &str,
@@ -325,8 +312,13 @@ impl SessionService {
             }
         };
         view.sessions.iter().for_each(|located| offer(&located.session.key));
-        self.directory
-            .step(|affinity, now| affinity.keys_of_principal(principal, now).for_each(&mut offer));
+        let after_key = after.and_then(|id| SessionKey::new(principal, id).ok());
+        self.directory.step(|affinity, now| {
+            let own = affinity.keys_of_principal(principal, after_key.as_ref(), now);
+            // An id that no session can have is no key to begin after.
+            let later = own.filter(|key| after.is_none_or(|after| key.id() > after));
+            later.take(count_max).for_each(&mut offer);
+        });
         smallest
     }
 

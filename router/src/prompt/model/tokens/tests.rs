@@ -76,7 +76,7 @@ fn blocks(model: &Model, form: PromptForm, body: &str) -> Option<Blocks> {
 
 #[test]
 fn a_text_that_finds_no_memory_is_estimated_and_one_that_fits_gives_its_memory_back() {
-    let sizes = PoolSizes { turns: 1, body_bytes: 1, tokenizer_bytes: 320_000 };
+    let sizes = PoolSizes { requests: 1, turns: 1, body_bytes: 1, tokenizer_bytes: 320_000 };
     let shares = Shares::new(sizes);
     let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default()).into();
     let caller = Caller {
