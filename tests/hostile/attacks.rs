@@ -31,7 +31,7 @@ const STEP_MAX: Duration = Duration::from_secs(10);
 /// An attack in force. It ends on drop.
 #[derive(Debug, Default)]
 pub(crate) struct Attack {
-    tasks: JoinSet<()>,
+    pub(crate) tasks: JoinSet<()>,
     /// The answers to the attacker.
     pub(crate) answers: Answers,
 }
@@ -42,7 +42,7 @@ pub(crate) struct Attack {
 pub(crate) struct Answers(Arc<Mutex<BTreeMap<String, usize>>>);
 
 impl Answers {
-    fn count(&self, answer: &anyhow::Result<Answer>) {
+    pub(crate) fn count(&self, answer: &anyhow::Result<Answer>) {
         let kind = match answer {
             Ok(answer) if answer.status.is_success() => "200".to_owned(),
             Ok(answer) => {
@@ -194,6 +194,55 @@ pub(crate) async fn turns(fleet: &Processes) -> anyhow::Result<Attack> {
 pub(crate) async fn idle_connections(fleet: &Processes) -> anyhow::Result<Attack> {
     let attack = silent_connections(&data_addr(fleet), 4_608, "");
     reach(fleet, DATA_CONNECTIONS, connections(fleet, 4_608)).await?;
+    Ok(attack)
+}
+
+/// Sends two turns of 200 prompts and two of 16 at once, again and again.
+pub(crate) async fn batches(fleet: &Processes) -> anyhow::Result<Attack> {
+    let mut attack = Attack::default();
+    for number in 0..4 {
+        let (url, key) = (fleet.url(0, "/generate"), credential("mallory"));
+        let answers = attack.answers.clone();
+        attack.tasks.spawn(async move {
+            let web = Web::default();
+            let prompts: Vec<String> = (0..[200, 16][number % 2])
+                .map(|prompt| format!("prompt {prompt} of batch {number}"))
+                .collect();
+            let body = json!({
+                "text": prompts, "sampling_params": { "max_new_tokens": 50, "ignore_eos": true },
+            });
+            loop {
+                answers.count(&web.post(&url, &[("authorization", key.as_str())], &body).await);
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+    }
+    // A fair agent refuses the large ones, and one without a bound takes seconds for the first.
+    let answers = attack.answers.clone();
+    figures::until("turns of 16 prompts are answered", || answers.sum(|kind| kind == "200") > 0)
+        .await?;
+    Ok(attack)
+}
+
+/// Sends the heads of 400 requests and never their bodies, from the address of the users.
+pub(crate) async fn slow_bodies(fleet: &Processes) -> anyhow::Result<Attack> {
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {}\r\n\
+         content-type: application/json\r\ncontent-length: 200\r\n\r\n{{",
+        credential("mallory")
+    );
+    let attack = silent_connections(&data_addr(fleet), 400, &head);
+    // One client gets 88 % of the 308 that one address gets.
+    reach(fleet, DATA_CONNECTIONS, 240.0).await?;
+    Ok(attack)
+}
+
+/// Sends 400 requests to a route that asks for no key, with bodies that never come.
+pub(crate) async fn open_routes(fleet: &Processes) -> anyhow::Result<Attack> {
+    let head = "POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 200\r\n\r\n";
+    let attack = silent_connections(&data_addr(fleet), 400, head);
+    // They are answered at once, so that no figure shows them.
+    tokio::time::sleep(Duration::from_secs(1)).await;
     Ok(attack)
 }
 

@@ -2,13 +2,18 @@
 //!
 //! - `users`: the turns of other people, and how long they take.
 //! - `attacks`: what a hostile client does. `figures`: from which metric one sees that it does.
+//! - `long_bodies`: bodies that take long to read.
 //! - `scenarios`: which attack must not be noticed by whom.
 //! - `chaos`: processes that are killed, stopped and restarted at random under load.
+//! - `disconnects`: clients that go away. `hostile_engine`: an engine whose answers never end.
 //! - `stopped`: an engine that is stopped.
 
 mod attacks;
 mod chaos;
+mod disconnects;
 mod figures;
+mod hostile_engine;
+mod long_bodies;
 mod scenarios;
 mod stopped;
 mod users;

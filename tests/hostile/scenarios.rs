@@ -12,7 +12,7 @@ use tests::{
 
 use crate::{
     attacks::{self, Attack, Attackers},
-    chaos, stopped,
+    chaos, disconnects, hostile_engine, long_bodies, stopped,
     users::{Failure, Seen, Users},
 };
 
@@ -31,11 +31,15 @@ const USERS: usize = 4;
 const FEW_DESCRIPTORS: u32 = 1_024;
 
 /// All scenarios, in the order in which they run.
-pub(crate) const SCENARIOS: [Case; 19] = [
+pub(crate) const SCENARIOS: [Case; 25] = [
     case!("rows", true, |place| attacked(place, None, Kind::Rows)),
     case!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
     case!("turns", false, |place| attacked(place, None, Kind::Turns)),
     case!("bodies", false, |place| attacked(place, None, Kind::Bodies)),
+    case!("long bodies", true, |place| attacked(place, None, Kind::LongBodies)),
+    case!("batches", true, |place| attacked(place, None, Kind::Batches)),
+    case!("slow bodies behind a balancer", true, |place| few(place, Kind::SlowBodies)),
+    case!("open routes behind a balancer", true, |place| few(place, Kind::OpenRoutes)),
     case!("slow readers", true, |place| attacked(place, None, Kind::SlowReaders)),
     case!("idle connections", true, |place| attacked(place, None, Kind::Idle)),
     case!("idle admin connections", true, |place| attacked(place, None, Kind::IdleAdmin)),
@@ -48,6 +52,8 @@ pub(crate) const SCENARIOS: [Case; 19] = [
     case!("idle connections, few descriptors", false, |place| few(place, Kind::Idle)),
     case!("idle admin connections, few descriptors", false, |place| few(place, Kind::IdleAdmin)),
     case!("streams, few descriptors", true, |place| few(place, Kind::Streams)),
+    case!("disconnects", true, disconnects::disconnects),
+    case!("endless answers", true, hostile_engine::endless_answers),
     case!("engine stopped", true, stopped::engine_stopped),
     case!("chaos", false, |place| chaos::chaos(place, false)),
     case!("chaos, with TLS", false, |place| chaos::chaos(place, true)),
@@ -59,6 +65,10 @@ enum Kind {
     Sessions,
     Turns,
     Bodies,
+    LongBodies,
+    Batches,
+    SlowBodies,
+    OpenRoutes,
     SlowReaders,
     Idle,
     IdleAdmin,
@@ -73,6 +83,10 @@ impl Kind {
             Self::Sessions => attacks::sessions(fleet).await,
             Self::Turns => attacks::turns(fleet).await,
             Self::Bodies => attacks::bodies(fleet).await,
+            Self::LongBodies => long_bodies::send(fleet).await,
+            Self::Batches => attacks::batches(fleet).await,
+            Self::SlowBodies => attacks::slow_bodies(fleet).await,
+            Self::OpenRoutes => attacks::open_routes(fleet).await,
             Self::SlowReaders => attacks::slow_readers(fleet).await,
             Self::Idle => attacks::idle_connections(fleet).await,
             Self::IdleAdmin => attacks::idle_admin_connections(fleet).await,
@@ -99,6 +113,8 @@ async fn attacked(place: Place, descriptors: Option<u32>, kind: Kind) -> anyhow:
     let plan = FleetPlan { engine_flags, descriptors, ..FleetPlan::default() };
     let fleet = Processes::start(place, &plan).await?;
     let users = Users::new(&fleet, USERS);
+    let is_balanced = matches!(kind, Kind::SlowBodies | Kind::OpenRoutes);
+    let users = if is_balanced { users.behind_a_balancer() } else { users };
     users.work(Duration::from_secs(1)).await?;
     let before = measure(&users).await?;
     let memory_before = fleet.routers[0].resident_bytes()?;

@@ -26,7 +26,8 @@ const ANSWER_TOKENS: u32 = 20;
 pub(crate) struct Users {
     /// URLs of the routers' data ports. Users are spread over them.
     routers: Vec<String>,
-    origin: Origin,
+    /// The address of the users. `None`: that of the attackers, as behind a load balancer.
+    origin: Option<Origin>,
     count: usize,
 }
 
@@ -122,7 +123,12 @@ impl Seen {
 impl Users {
     /// Returns `count` users, spread over the routers of a fleet.
     pub(crate) fn new(fleet: &Processes, count: usize) -> Self {
-        Self { routers: fleet.router_urls(), origin: fleet.origin.clone(), count }
+        Self { routers: fleet.router_urls(), origin: Some(fleet.origin.clone()), count }
+    }
+
+    /// Returns these users, with the address of the attackers.
+    pub(crate) fn behind_a_balancer(self) -> Self {
+        Self { origin: None, ..self }
     }
 
     /// Lets the users work for `time`.
@@ -142,7 +148,7 @@ impl Users {
             let user = User {
                 router,
                 url: format!("{}/v1/completions", self.routers[router]),
-                web: self.origin.web(),
+                web: self.origin.as_ref().map_or_else(Web::default, Origin::web),
                 key: credential(if number % 2 == 0 { "alice" } else { "bob" }),
                 session: (number % 4 < 2).then(|| format!("user-{number}")),
                 number,

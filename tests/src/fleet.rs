@@ -84,6 +84,8 @@ pub struct FleetPlan {
     pub engines: usize,
     /// The number of routers.
     pub routers: usize,
+    /// The port at which agents reach their engines. The engines listen at 30000.
+    pub engine_port: u16,
     /// Flags of the engines, beside those that all cases need.
     pub engine_flags: Vec<String>,
     /// More flags of single engines, by their number.
@@ -112,6 +114,7 @@ impl Default for FleetPlan {
         Self {
             engines: 1,
             routers: 1,
+            engine_port: 30000,
             engine_flags: vec![],
             flags_by_engine: vec![],
             agent_settings: String::new(),

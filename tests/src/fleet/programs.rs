@@ -52,7 +52,8 @@ pub(super) fn agent(
 ) -> anyhow::Result<Process> {
     let state = state_folder(folder, number);
     let mut settings = format!("worker_id = \"w{number}\"\n");
-    writeln!(settings, "engine.url = \"http://{host}:30000\"\nfiles.state_dir = {state:?}")?;
+    let port = plan.engine_port;
+    writeln!(settings, "engine.url = \"http://{host}:{port}\"\nfiles.state_dir = {state:?}")?;
     writeln!(settings, "engine.vocabulary = 320\ngpu.nvml_library = \"no-nvml\"")?;
     writeln!(settings, "shutdown.handover = {}", plan.has_handover)?;
     for (key, port) in [("data", 31000), ("control", 31001), ("admin", 31002)] {
