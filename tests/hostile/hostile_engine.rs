@@ -19,6 +19,7 @@ use tests::{
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional},
     net::{TcpListener, TcpStream},
+    task::JoinSet,
 };
 
 /// How long the engine goes on with an answer.
@@ -43,7 +44,9 @@ pub(crate) async fn endless_answers(place: Place) -> anyhow::Result<String> {
     let listener = TcpListener::bind("0.0.0.0:0").await?;
     let engine_port = listener.local_addr()?.port();
     let (answered, sent_bytes) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicU64::new(0)));
-    let proxy = tokio::spawn(serve(listener, Arc::clone(&answered), Arc::clone(&sent_bytes)));
+    // It ends with this set.
+    let mut proxy = JoinSet::new();
+    proxy.spawn(serve(listener, Arc::clone(&answered), Arc::clone(&sent_bytes)));
     let plan = FleetPlan { engine_port, ..FleetPlan::default() };
     let fleet = Processes::start(place, &plan).await?;
     let resident =
@@ -53,7 +56,8 @@ pub(crate) async fn endless_answers(place: Place) -> anyhow::Result<String> {
     let (mut most, key) = (before, credential("mallory"));
     for _ in ANSWERS {
         let (web, url, key) = (fleet.web.clone(), fleet.url(0, "/generate"), key.clone());
-        let turn = tokio::spawn(async move {
+        let mut turn = JoinSet::new();
+        turn.spawn(async move {
             let mut body = text_turn("more", 1000);
             body["stream"] = true.into();
             let headers = [("authorization", key.as_str()), ("content-type", "application/json")];
@@ -65,14 +69,12 @@ pub(crate) async fn endless_answers(place: Place) -> anyhow::Result<String> {
             }
         });
         let began = now();
-        while !turn.is_finished() && began.elapsed() < ANSWER_TIME {
+        while turn.try_join_next().is_none() && began.elapsed() < ANSWER_TIME {
             most = most.max(total()?);
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        turn.abort();
     }
     most = most.max(total()?);
-    proxy.abort();
     let (grown, sent) = ((most - before) >> 20, sent_bytes.load(Ordering::Relaxed) >> 20);
     let answered = answered.load(Ordering::Relaxed);
     ensure!(answered >= ANSWERS.len(), "the engine was asked for {answered} answers");
@@ -81,9 +83,10 @@ pub(crate) async fn endless_answers(place: Place) -> anyhow::Result<String> {
 }
 
 async fn serve(listener: TcpListener, answered: Arc<AtomicUsize>, sent_bytes: Arc<AtomicU64>) {
+    let mut connections = JoinSet::new();
     while let Ok((stream, _)) = listener.accept().await {
         let (answered, sent_bytes) = (Arc::clone(&answered), Arc::clone(&sent_bytes));
-        tokio::spawn(async move {
+        connections.spawn(async move {
             // The agent closes the connection, or the engine does.
             let _ = serve_one(stream, &answered, &sent_bytes).await;
         });

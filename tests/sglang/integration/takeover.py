@@ -5,6 +5,7 @@ in the engine and in the journal, and starts the next agent. The state of the en
 its own shim and from `/v1/loads`, not from Berth.
 """
 
+import json
 import time
 
 import pytest
@@ -12,8 +13,15 @@ import pytest
 from integration import wire
 from integration.fleet import ROWS, SETTLE_SECONDS_MAX, Fleet, free_addresses
 from integration.processes import answers_200, wait_until
-from integration.succession import Succession, agent_figure, check_cut_off, succession
-from integration.turns import Pinned, body, generate, refusal_code, slow_engine
+from integration.succession import (
+    OURS,
+    TAKEOVER_SECONDS_MAX,
+    Succession,
+    agent_figure,
+    check_cut_off,
+    succession,
+)
+from integration.turns import Pinned, body, generate, new_id, refusal_code, slow_engine
 
 # At the slowed engine this answer takes longer than a takeover may.
 LONG_TOKENS = 1000
@@ -67,6 +75,29 @@ def test_a_session_was_idle_with_its_kv(fleet: Fleet) -> None:
         [left] = agents.engine_sessions().values()
         assert left.holds_row and left.allocated >= len(session.history) - 1, f"it holds {left}"
         agents.take_over()
+
+
+def test_sessions_were_tagged(fleet: Fleet) -> None:
+    """The engine evicts tagged KV last, so a tag that nobody closes costs all others."""
+
+    def named(agents: Succession, path: str) -> set[str]:
+        exchanges = [each for each in agents.tap.exchanges(path) if each.status == 200]
+        return {json.loads(each.request_body).get("session_id", "") for each in exchanges}
+
+    with succession(fleet) as agents:
+        for number in range(5):
+            headers = {"x-berth-session-id": new_id("tagged"), "x-berth-retention": "tagged"}
+            asked = body(f"Remember the number {number}.", 5)
+            answer = wire.post(f"{fleet.router_url}/generate", asked, headers)
+            assert answer.status == 200, f"the status of {answer}"
+        tags = named(agents, "/generate")
+        assert len(tags) == 5 and all(tag.startswith(OURS) for tag in tags), f"the tags: {tags}"
+        agents.kill_agent(journalled=0, inside=0)
+        agents.start()
+        wait_until(
+            fleet.agent, "done", lambda: tags <= named(agents, "/close_session"), TAKEOVER_SECONDS_MAX
+        )
+        agents.check_all_free()
 
 
 def test_a_turn_was_not_yet_at_the_engine(fleet: Fleet) -> None:
