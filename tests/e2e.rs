@@ -543,8 +543,11 @@ async fn an_engine_that_pins_would_end_offers_them_only_under_its_shim_s_guard()
     assert!(refused.text().contains("--hicache-storage-backend"), "{}", refused.text());
     let shim = SimShim::start(Arc::clone(&engine), agent.shim_socket.clone());
     shown(json!(["pinned", "tagged", "none"]), "[]").await;
-    let opened = open("guarded").await;
-    assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
+    // The agent takes no turn until it knows what the engine holds, by its shim.
+    eventually("a pinned session", async || {
+        (open("guarded").await.status == StatusCode::CREATED).then_some(())
+    })
+    .await;
     drop(shim);
     eventually("the shim's end", async || {
         let answer = web.get(&router.url("/v1/workers")).await.unwrap();

@@ -126,12 +126,14 @@ impl Drop for OpenRequest {
 pub(super) struct RequestBody {
     /// `None` once it was read to its end.
     body: Option<Incoming>,
+    /// Whether its client sends it without being asked. Reading it would be asking.
+    is_sent_unasked: bool,
     requests: Requests,
 }
 
 impl Drop for RequestBody {
     fn drop(&mut self) {
-        *self.requests.0.dropped_body.lock() = self.body.take();
+        *self.requests.0.dropped_body.lock() = self.body.take().filter(|_| self.is_sent_unasked);
     }
 }
 
@@ -187,8 +189,9 @@ where
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let open_request = self.requests.begin(request.body());
         let requests = self.requests.clone();
-        let answer =
-            self.service.call(request.map(|body| RequestBody { body: Some(body), requests }));
+        let is_sent_unasked = !request.headers().contains_key(header::EXPECT);
+        let body = |body| RequestBody { body: Some(body), is_sent_unasked, requests };
+        let answer = self.service.call(request.map(body));
         Box::pin(async move {
             let mut answer = answer.await?;
             if open_request.0.is_body_unread() {
@@ -474,6 +477,9 @@ mod tests {
             assert!(answer.starts_with("HTTP/1.1 405 "), "{answer}");
             assert!(answer.contains("connection: close\r\n"), "{answer}");
         }
+        let asks = "POST /refused HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n";
+        let answer = exchange(asks.as_bytes()).await;
+        assert!(answer.starts_with("HTTP/1.1 405 "), "the body isn't asked for: {answer}");
         let unread = "POST /refused HTTP/1.1\r\ncontent-length: 2\r\n\r\nxx";
         let whole = "GET /refused HTTP/1.1\r\nconnection: close\r\n\r\n";
         let answers = exchange(format!("{unread}{whole}").as_bytes()).await;
