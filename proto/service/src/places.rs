@@ -136,6 +136,17 @@ mod tests {
     }
 
     #[test]
+    fn a_client_alone_takes_all_places_but_one() {
+        let (places, other) = (Places::default(), "other".into());
+        let hog: Arc<str> = "hog".into();
+        let all = places.all.available_permits();
+        let held: Vec<_> = (1..all).filter_map(|_| place(pin!(places.take(&hog)))).collect();
+        assert_eq!(held.len(), all - 1);
+        assert!(place(pin!(places.take(&hog))).is_none(), "the last one is another's");
+        assert!(place(pin!(places.take(&other))).is_some());
+    }
+
+    #[test]
     fn clients_without_a_place_are_forgotten() {
         let places = Places::new(Arc::new(Semaphore::new(1)));
         for number in 0..1_000 {

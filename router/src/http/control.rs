@@ -47,11 +47,9 @@ async fn serve(
 async fn run(shared: &Shared, caller: &Caller, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
     let sharer = turn::sharer(caller, &parts.extensions);
-    let held_body = {
-        let compression = Compression::find(&parts.extensions);
-        let reading = shared.bodies.read(body, &sharer, compression, || None);
-        reading.await.map_err(Refusal::from)?
-    };
+    let compression = Compression::find(&parts.extensions);
+    let reading = shared.bodies.read(body, &sharer, compression, || None);
+    let held_body = reading.await.map_err(Refusal::from)?;
     let control = ControlRequest {
         method: parts.method,
         uri: parts.uri,

@@ -8,8 +8,8 @@
 //! segment's end.
 //!
 //! Each segment belongs to the client that had it tokenized. If memory is short, the client with
-//! the most cached bytes loses its segment that was unused for longest. So nobody's prompts push
-//! out the segments of a client that has fewer.
+//! the most cached bytes loses the one that it didn't use for longest. So a client with many
+//! prompts pushes out its own segments only.
 //!
 //! The caller, `model::tokens`, chooses the marks and makes the tokens. The cache holds no text.
 

@@ -144,7 +144,7 @@ impl Head<'_> {
         let mut turn = turn?;
         if !kind.is_generation() {
             // Any worker can answer this request, and it leaves no KV behind.
-            turn = Turn { model: turn.model, pairs, sequences, ..Turn::default() };
+            turn = Turn { model: turn.model, pairs, ..Turn::default() };
             return Ok(ReadTurn { turn, unfit, held_body, class });
         }
         let is_hint = turn.session.as_ref().is_some_and(|intent| intent.hint.is_some());

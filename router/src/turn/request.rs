@@ -49,9 +49,10 @@ pub const RETENTION_HEADER: HeaderName = HeaderName::from_static("x-berth-retent
 /// and could overflow the agent's clock.
 const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
 
-/// The most bytes of an object in the body whose members Berth reads. Real ones have hundreds.
+/// The most bytes of an object whose members Berth reads. Real ones have hundreds.
 const OBJECT_BYTES_MAX: usize = 64 << 10;
 const OBJECT_ALLOWED: &str = "an object of at most 64 KiB with at most 4096 members";
+const NVEXT_ALLOWED: &str = "an object with at most 4096 members";
 
 /// The model's name in the body of a client that was given no name: the default of SGLang's own
 /// protocol.
@@ -106,13 +107,13 @@ impl<'a> Nvext<'a> {
     /// Reads the member of a body.
     ///
     /// # Errors
-    /// When it is no object, or a large one, or its `session_control` is none.
+    /// When it is no object, or its `session_control` is none or a large one.
     pub fn read(body: &Object<'a>) -> Result<Self, Error> {
         let nvext = match body.get("nvext").filter(|raw| raw.get() != "null") {
             None => return Ok(Self::default()),
             // What Berth doesn't read of it may be long, such as a prompt's token ids.
             Some(raw) => Object::parse(raw.get().as_bytes())
-                .map_err(|_| Error::Field { field: "nvext", allowed: OBJECT_ALLOWED })?,
+                .map_err(|_| Error::Field { field: "nvext", allowed: NVEXT_ALLOWED })?,
         };
         let session_control = object_member(&nvext, "session_control", "nvext.session_control")?;
         let agent_hints = object_member(&nvext, "agent_hints", "nvext.agent_hints").ok().flatten();

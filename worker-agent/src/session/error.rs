@@ -189,7 +189,7 @@ pub enum Error {
     BatchOverShare {
         /// The turn's sequences.
         sequences: u32,
-        /// The most that it may have: `limits.principal_turns_ratio` of the worker's places.
+        /// The most that it may have now, which is less while another client is active.
         sequences_max: u32,
     },
     /// The engine's process runs but has said nothing for too long. Carries the details.

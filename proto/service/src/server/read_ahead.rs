@@ -120,6 +120,7 @@ pub(super) struct ReadAheadBody {
     answer: Arc<Answer>,
     /// The connection is idle again when hyper drops the body. `None` if it has no place any more.
     _request: Option<RequestGuard>,
+    /// Given back with the body, such as the client's share of the requests that are served.
     _held: Option<HeldByAnswer>,
 }
 
