@@ -168,9 +168,10 @@ pub async fn serve(
             stream.set_write_timeout(Some(WRITE_STALL_TIME_MAX));
             let accepted = tokio::select! {
                 biased;
+                // First, as an evicted connection may have a request, which gets an answer.
+                accepted = tls::accept(tls.as_ref(), Box::pin(stream)) => accepted,
                 Ok(()) = &mut connection.evicted => return,
                 () = stop_token.cancelled() => return,
-                accepted = tls::accept(tls.as_ref(), Box::pin(stream)) => accepted,
             };
             let stream = match accepted {
                 Ok(stream) => stream,
@@ -215,7 +216,7 @@ impl Port {
         }
         let shared = ConnectionRef { port: Arc::clone(self), id: opened.id };
         let peer = PeerAddress(peer_addr.ip());
-        Some(OpenConnection { shared: Arc::new(shared), place: opened.place, peer, evicted })
+        Some(OpenConnection { shared: Arc::new(shared), peer, evicted })
     }
 
     fn evict_longest_idle(&self) {
@@ -235,7 +236,6 @@ impl Port {
 /// A connection that has a place, as its task holds it.
 struct OpenConnection {
     shared: Arc<ConnectionRef>,
-    place: Place,
     peer: PeerAddress,
     /// Receives the order to make room for another connection.
     evicted: oneshot::Receiver<()>,
@@ -258,15 +258,26 @@ impl Drop for ConnectionRef {
     }
 }
 
+impl ConnectionRef {
+    /// Whether a request is served.
+    fn is_busy(&self) -> bool {
+        self.port.table.lock().is_busy(self.id)
+    }
+}
+
 /// A request on a connection. The connection is idle again on drop.
 #[derive(Debug)]
 struct RequestGuard(Arc<ConnectionRef>);
 
 impl RequestGuard {
-    /// Returns `None` if the connection was evicted.
-    fn new(connection: &Arc<ConnectionRef>) -> Option<Self> {
-        let is_open = connection.port.table.lock().begin_request(connection.id);
-        is_open.then(|| Self(Arc::clone(connection)))
+    /// Returns the place of the connection also. `None` if it was evicted, and has none again.
+    fn new(connection: &Arc<ConnectionRef>, peer: PeerAddress) -> Option<(Self, Place)> {
+        let port = &connection.port;
+        let begun = port.table.lock().begin_request(connection.id, peer.0.into());
+        if let Some(evicted) = begun.evicted {
+            port.evict(evicted);
+        }
+        begun.place.map(|place| (Self(Arc::clone(connection)), place))
     }
 }
 
@@ -290,7 +301,7 @@ async fn serve_stream(
     connection: OpenConnection,
     stop: impl Future<Output = ()>,
 ) {
-    let OpenConnection { shared, place, peer, evicted } = connection;
+    let OpenConnection { shared, peer, evicted } = connection;
     let limits = &shared.port.limits;
     let current_answer = Arc::new(CurrentAnswer::default());
     let has_request = Arc::new(AtomicBool::new(false));
@@ -298,7 +309,6 @@ async fn serve_stream(
     let handler = RequestHandler {
         app: TowerToHyperService::new(app),
         peer,
-        place,
         connection: Arc::clone(&shared),
         current_answer: Arc::clone(&current_answer),
         has_request: Arc::clone(&has_request),
@@ -341,8 +351,11 @@ async fn serve_stream(
         }
         Interruption::Evicted => {
             http.as_mut().graceful_shutdown();
-            // On timeout, the rest of the last answer is lost: its client doesn't read it.
-            let _ = tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http)).await;
+            // On timeout, the rest of the last answer is lost: its client doesn't read it. But a
+            // request that had been sent may have taken a place again.
+            while tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http.as_mut())).await.is_err()
+                && shared.is_busy()
+            {}
         }
         Interruption::Stop => {
             http.as_mut().graceful_shutdown();
@@ -414,7 +427,6 @@ impl Driver {
 struct RequestHandler {
     app: TowerToHyperService<Router>,
     peer: PeerAddress,
-    place: Place,
     connection: Arc<ConnectionRef>,
     current_answer: Arc<CurrentAnswer>,
     /// Whether the connection has sent a request's header.
@@ -423,15 +435,16 @@ struct RequestHandler {
 
 impl RequestHandler {
     /// Serves a request. In the reserve, refuses all but health checks, and closes the connection
-    /// after the answer. On a connection that has just given way to another one, refuses all.
+    /// after the answer. Without a place, refuses all.
     fn serve(
         &self,
         mut request: http::Request<RequestBody>,
     ) -> impl Future<Output = Result<http::Response<ReadAheadBody>, Infallible>> + use<> {
         self.has_request.store(true, Ordering::Relaxed);
-        let guard = RequestGuard::new(&self.connection);
+        let begun = RequestGuard::new(&self.connection, self.peer);
         let limits = &self.connection.port.limits;
-        let is_usual = self.place == Place::Usual;
+        let is_usual = matches!(begun, Some((_, Place::Usual)));
+        let guard = begun.map(|(guard, _)| guard);
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
         request.extensions_mut().insert(self.peer);
         let request_id = request_id::identify(request.headers_mut());

@@ -6,6 +6,10 @@
 //! new connection finds no place, the table closes the connection that has been idle for longest.
 //! If no connection is idle, the new one gets a *reserve* place. There, the server answers health
 //! checks, and refuses all other requests at once.
+//!
+//! In a burst of connections, one is closed before its request has been read, although it came
+//! with it. So a request counts for more than an idle connection: where it finds its connection
+//! closed to make room, or in the reserve, it takes a place as a new connection would.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -54,6 +58,15 @@ pub(super) struct Opened<H> {
     pub(super) evicted: Option<H>,
 }
 
+/// What a request finds.
+#[derive(Debug)]
+pub(super) struct Begun<H> {
+    /// The place of its connection. `None`: it gave way to another one, and gets none again.
+    pub(super) place: Option<Place>,
+    /// The connection that must be closed now to make room.
+    pub(super) evicted: Option<H>,
+}
+
 /// All open connections of a port. `H` is what the caller needs to close a connection.
 #[derive(Debug)]
 pub(super) struct ConnectionTable<H> {
@@ -81,7 +94,8 @@ type IdleOrder = u64;
 struct Connection<H> {
     peer: Peer,
     place: Place,
-    handle: H,
+    /// `None`: the caller has closed it already, after the request that it serves.
+    handle: Option<H>,
     /// When the connection became idle. `None` while a request is served.
     idle_since: Option<IdleOrder>,
 }
@@ -106,27 +120,12 @@ impl<H> ConnectionTable<H> {
     /// Adds a new connection, which is idle. Returns `None` if there is no place at all, not even
     /// in the reserve. The caller then closes the new connection.
     pub(super) fn open(&mut self, peer: Peer, handle: H) -> Option<Opened<H>> {
-        let peer_count = self.peer_counts.get(&peer).copied().unwrap_or(0);
-        let (place, evicted) = if peer_count >= self.per_peer_max {
-            // A peer that has its share gets room from its own connections only.
-            match self.longest_idle_of(peer) {
-                Some(id) => (Place::Usual, self.remove(id)),
-                None => (Place::Reserve, self.make_room_in_reserve()?),
-            }
-        } else if self.usual_count < self.places_max {
-            (Place::Usual, None)
-        } else {
-            match self.idle.first_key_value() {
-                Some((_, &id)) => (Place::Usual, self.remove(id)),
-                None => (Place::Reserve, self.make_room_in_reserve()?),
-            }
+        let (place, evicted) = match self.make_room(peer) {
+            Some(evicted) => (Place::Usual, evicted),
+            None => (Place::Reserve, self.make_room_in_reserve()?),
         };
         let id = self.next_number();
-        if place == Place::Usual {
-            self.usual_count += 1;
-            *self.peer_counts.entry(peer).or_default() += 1;
-        }
-        self.connections.insert(id, Connection { peer, place, handle, idle_since: None });
+        self.insert(id, Connection { peer, place, handle: Some(handle), idle_since: None });
         self.set_idle(id);
         self.check_in_debug();
         Some(Opened { id, place, evicted })
@@ -138,13 +137,26 @@ impl<H> ConnectionTable<H> {
         self.remove(id)
     }
 
-    /// Records that a request's header has arrived. Returns false if the connection was evicted;
-    /// then it must not serve the request.
-    pub(super) fn begin_request(&mut self, id: ConnectionId) -> bool {
-        let is_open = self.connections.contains_key(&id);
+    /// Records that the header of a request of `peer` has arrived. If the connection has no usual
+    /// place, it gets one where a new connection would.
+    pub(super) fn begin_request(&mut self, id: ConnectionId, peer: Peer) -> Begun<H> {
+        let mut begun =
+            Begun { place: self.connections.get(&id).map(|one| one.place), evicted: None };
+        if begun.place != Some(Place::Usual)
+            && let Some(evicted) = self.make_room(peer)
+        {
+            begun = Begun { place: Some(Place::Usual), evicted };
+            let handle = self.remove(id);
+            self.insert(id, Connection { peer, place: Place::Usual, handle, idle_since: None });
+        }
         self.set_busy(id);
         self.check_in_debug();
-        is_open
+        begun
+    }
+
+    /// Whether the connection serves a request.
+    pub(super) fn is_busy(&self, id: ConnectionId) -> bool {
+        self.connections.get(&id).is_some_and(|one| one.idle_since.is_none())
     }
 
     /// Records that the answer was passed on to its end, or that there will be none.
@@ -169,6 +181,21 @@ impl<H> ConnectionTable<H> {
         self.idle.get(order).copied()
     }
 
+    /// Frees a usual place for a connection of `peer` if all are taken. The inner value is the
+    /// connection to close. Returns `None` if no usual place can be freed.
+    fn make_room(&mut self, peer: Peer) -> Option<Option<H>> {
+        let peer_count = self.peer_counts.get(&peer).copied().unwrap_or(0);
+        let id = if peer_count >= self.per_peer_max {
+            // A peer that has its share gets room from its own connections only.
+            self.longest_idle_of(peer)?
+        } else if self.usual_count < self.places_max {
+            return Some(None);
+        } else {
+            *self.idle.first_key_value()?.1
+        };
+        Some(self.remove(id))
+    }
+
     /// Frees a reserve place if all are taken. The inner value is the connection to close. Returns
     /// `None` if no reserve place can be freed.
     fn make_room_in_reserve(&mut self) -> Option<Option<H>> {
@@ -177,6 +204,14 @@ impl<H> ConnectionTable<H> {
         }
         let (_, &id) = self.idle_in_reserve.first_key_value()?;
         Some(self.remove(id))
+    }
+
+    fn insert(&mut self, id: ConnectionId, connection: Connection<H>) {
+        if connection.place == Place::Usual {
+            self.usual_count += 1;
+            *self.peer_counts.entry(connection.peer).or_default() += 1;
+        }
+        self.connections.insert(id, connection);
     }
 
     fn remove(&mut self, id: ConnectionId) -> Option<H> {
@@ -190,7 +225,7 @@ impl<H> ConnectionTable<H> {
                 self.peer_counts.remove(&peer);
             }
         }
-        Some(handle)
+        handle
     }
 
     fn set_idle(&mut self, id: ConnectionId) {
@@ -274,18 +309,50 @@ mod tests {
         let mut table = ConnectionTable::new(2, 2);
         let first = table.open(peer(1), 'a').unwrap();
         let second = table.open(peer(1), 'b').unwrap();
-        assert!(table.begin_request(first.id));
+        table.begin_request(first.id, peer(1));
         table.end_request(first.id);
         let third = table.open(peer(2), 'c').unwrap();
         assert_eq!((third.place, third.evicted), (Place::Usual, Some('b')));
-        assert!(!table.begin_request(second.id), "an evicted connection serves nothing");
+        table.begin_request(first.id, peer(1));
+        table.begin_request(third.id, peer(2));
+        let begun = table.begin_request(second.id, peer(1));
+        assert_eq!(begun.place, None, "an evicted connection serves nothing while all work");
+    }
+
+    #[test]
+    fn a_request_takes_the_place_of_an_idle_connection_after_its_own_gave_way() {
+        let mut table = ConnectionTable::new(3, 2);
+        let asks = table.open(peer(1), "asks").unwrap();
+        let other = table.open(peer(2), "other").unwrap();
+        table.open(peer(1), "silent").unwrap();
+        assert_eq!(table.open(peer(1), "silent too").unwrap().evicted, Some("asks"));
+        let begun = table.begin_request(asks.id, peer(1));
+        assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), Some("silent")));
+        assert!(table.is_busy(asks.id) && !table.is_busy(other.id));
+        table.end_request(asks.id);
+        assert_eq!(table.open(peer(1), "new").unwrap().evicted, Some("silent too"));
+        assert!(table.open(peer(1), "newer").unwrap().evicted.is_none(), "it closes already");
+    }
+
+    #[test]
+    fn a_request_in_the_reserve_takes_the_place_of_a_connection_that_became_idle() {
+        let mut table = ConnectionTable::new(1, 1);
+        let first = table.open(peer(1), "first").unwrap();
+        table.begin_request(first.id, peer(1));
+        let second = table.open(peer(1), "second").unwrap();
+        assert_eq!(second.place, Place::Reserve);
+        assert_eq!(table.begin_request(second.id, peer(1)).place, Some(Place::Reserve));
+        table.end_request(second.id);
+        table.end_request(first.id);
+        let begun = table.begin_request(second.id, peer(1));
+        assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), Some("first")));
     }
 
     #[test]
     fn when_all_work_a_newcomer_gets_the_reserve_and_silent_ones_in_it_give_way() {
         let mut table = ConnectionTable::new(1, 1);
         let busy = table.open(peer(1), 0).unwrap();
-        assert!(table.begin_request(busy.id));
+        table.begin_request(busy.id, peer(1));
         for number in 0..RESERVE_PLACES {
             let opened = table.open(peer(2), number).unwrap();
             assert_eq!((opened.place, opened.evicted), (Place::Reserve, None));
@@ -302,7 +369,7 @@ mod tests {
             assert!(table.open(peer(2), name).unwrap().evicted.is_none());
         }
         assert_eq!(table.open(peer(2), "c").unwrap().evicted, Some("a"));
-        assert!(table.begin_request(other.id));
+        assert_eq!(table.begin_request(other.id, peer(1)).place, Some(Place::Usual));
     }
 
     #[test]
@@ -321,13 +388,16 @@ mod tests {
             for (op, peer_number, pick) in ops {
                 let picked = ids.get(usize::try_from(pick).unwrap() % ids.len().max(1)).copied();
                 match (op, picked) {
-                    (0, _) | (_, None) => ids.extend(table.open(peer(peer_number), ()).map(|new| new.id)),
-                    (1, Some(id)) => drop(table.begin_request(id)),
-                    (2, Some(id)) => table.end_request(id),
-                    (_, Some(id)) => table.close(id),
+                    (0, _) | (_, None) => {
+                        let opened = table.open(peer(peer_number), ());
+                        ids.extend(opened.map(|new| (new.id, peer(peer_number))));
+                    }
+                    (1, Some((id, peer))) => drop(table.begin_request(id, peer)),
+                    (2, Some((id, _))) => table.end_request(id),
+                    (_, Some((id, _))) => table.close(id),
                 }
             }
-            ids.into_iter().for_each(|id| table.close(id));
+            ids.into_iter().for_each(|(id, _)| table.close(id));
             prop_assert_eq!(table.len(), 0);
         }
     }

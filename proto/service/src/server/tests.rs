@@ -57,9 +57,7 @@ impl Server {
 
     /// Returns the status of a request on a new connection.
     async fn status(&self, path: &str) -> u16 {
-        let mut head = [0; 12];
-        self.send(path).await.read_exact(&mut head).await.unwrap();
-        std::str::from_utf8(&head[9..]).unwrap().parse().unwrap()
+        status(self.send(path).await).await
     }
 
     fn metric(&self, line: &str) -> i64 {
@@ -68,6 +66,13 @@ impl Server {
         let found = text.lines().find_map(|found| found.strip_prefix(line));
         found.map_or(0, |value| value.trim().parse().unwrap())
     }
+}
+
+/// Returns the status of the answer on a connection.
+async fn status(mut client: TcpStream) -> u16 {
+    let mut head = [0; 12];
+    client.read_exact(&mut head).await.unwrap();
+    std::str::from_utf8(&head[9..]).unwrap().parse().unwrap()
 }
 
 /// Returns routes with one answer, `/answer`, whose frames the test sends. The token is cancelled
@@ -197,6 +202,30 @@ async fn health_is_answered_while_every_place_is_taken_by_silent_clients() {
         silent.push(server.connect().await);
     }
     assert_eq!(server.status("/health").await, 200);
+}
+
+// The server has the thread of the test, so that it accepts all connections before it reads one.
+#[tokio::test(start_paused = true)]
+async fn requests_of_a_burst_are_answered_although_it_has_more_connections_than_places() {
+    use std::io::Write as _;
+    let turn = get(|| async {
+        tokio::time::sleep(2 * EVICTED_TIME_MAX).await;
+        "answer"
+    });
+    let app = Router::new().route("/turn", turn);
+    let server = Server::start(app, |limits| limits.connections_max = 20).await;
+    let clients = Vec::from_iter((0..100).map(|number| {
+        let mut client = std::net::TcpStream::connect(server.addr).unwrap();
+        let path = if number < 10 { "/turn" } else { "/health" };
+        write!(client, "GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+        client.set_nonblocking(true).unwrap();
+        client
+    }));
+    for client in clients {
+        assert_eq!(status(TcpStream::from_std(client).unwrap()).await, 200);
+    }
+    let evicted = "connections_closed_total{port=\"data\",reason=\"evicted\"} ";
+    assert!(server.metric(evicted) >= 80, "the connections were closed before they were read");
 }
 
 #[tokio::test]
