@@ -18,6 +18,7 @@
 mod connections;
 mod drain;
 mod metrics;
+mod port;
 mod port_limits;
 mod read_ahead;
 mod request_id;
@@ -28,7 +29,7 @@ use std::{
     any::Any,
     convert::Infallible,
     future::Future,
-    net::{IpAddr, SocketAddr, TcpListener as StdListener},
+    net::{SocketAddr, TcpListener as StdListener},
     pin::Pin,
     sync::{
         Arc,
@@ -48,26 +49,25 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
-use parking_lot::Mutex;
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::oneshot,
     time::Sleep,
 };
 use tokio_io_timeout::TimeoutStream;
-use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use self::{
-    connections::{ConnectionId, ConnectionTable, Place},
+    connections::Place,
     drain::DrainRate,
     metrics::CloseReason,
+    port::{ConnectionRef, OpenConnection, Port, RequestGuard},
     port_limits::ADMIN_CONNECTIONS_MAX,
     read_ahead::{CurrentAnswer, ReadAheadBody},
     unreadable::{RefusalIo, RequestBody, Requests, Watched},
 };
 pub use self::{
     metrics::Metrics,
+    port::PeerAddress,
     port_limits::{HEALTH_PATHS, PortLimits},
     read_ahead::AnswerBuffers,
     settings::ConnectionSettings,
@@ -111,10 +111,6 @@ pub fn bind(addr: SocketAddr) -> std::io::Result<StdListener> {
     Ok(socket.into())
 }
 
-/// The address of the client's end of a connection. Every request has it as an extension.
-#[derive(Debug, Clone, Copy)]
-pub struct PeerAddress(pub IpAddr);
-
 /// What an answer holds until its body has ended, such as a share. A response has it as an
 /// extension.
 #[derive(Debug, Clone)]
@@ -138,8 +134,7 @@ pub async fn serve(
     tls: Option<ServerTls>,
     tasks: Tasks,
 ) {
-    let table = ConnectionTable::new(limits.connections_max, limits.per_peer_max);
-    let port = Arc::new(Port { limits, table: Mutex::new(table), leaves: tasks.leave_token() });
+    let port = Arc::new(Port::new(limits, tasks.leave_token()));
     let stop_token = tasks.token();
     loop {
         let accepted = tokio::select! {
@@ -157,6 +152,7 @@ pub async fn serve(
                 continue;
             }
         };
+        port.let_new_connections_ask(peer_addr).await;
         // Without a place, dropping the stream closes the connection.
         let Some(mut connection) = port.open(peer_addr) else { continue };
         let (app, tls, stop_token) = (app.clone(), tls.clone(), stop_token.clone());
@@ -186,107 +182,6 @@ pub async fn serve(
     }
 }
 
-/// A port and its connections.
-#[derive(Debug)]
-struct Port {
-    limits: PortLimits,
-    /// With each connection, the sender that tells its task to close it.
-    table: Mutex<ConnectionTable<oneshot::Sender<()>>>,
-    /// Cancelled when the process leaves: then each answer is the last on its connection, so that
-    /// its client goes elsewhere.
-    leaves: CancellationToken,
-}
-
-impl Port {
-    /// Takes a place for a new connection. Returns `None` if there is no place.
-    fn open(self: &Arc<Self>, peer_addr: SocketAddr) -> Option<OpenConnection> {
-        let (evict_sender, evicted) = oneshot::channel();
-        let (opened, count) = {
-            let mut table = self.table.lock();
-            (table.open(peer_addr.ip().into(), evict_sender), table.len())
-        };
-        let (name, metrics) = (self.limits.name, &self.limits.metrics);
-        metrics.set_open(name, count);
-        let Some(opened) = opened else {
-            metrics.count_closed(name, CloseReason::Full);
-            return None;
-        };
-        if let Some(evicted) = opened.evicted {
-            self.evict(evicted);
-        }
-        let shared = ConnectionRef { port: Arc::clone(self), id: opened.id };
-        let peer = PeerAddress(peer_addr.ip());
-        Some(OpenConnection { shared: Arc::new(shared), peer, evicted })
-    }
-
-    fn evict_longest_idle(&self) {
-        let evicted = self.table.lock().evict_longest_idle();
-        if let Some(evicted) = evicted {
-            self.evict(evicted);
-        }
-    }
-
-    fn evict(&self, evicted: oneshot::Sender<()>) {
-        self.limits.metrics.count_closed(self.limits.name, CloseReason::Evicted);
-        // Sending fails if the connection's task has just ended.
-        let _ = evicted.send(());
-    }
-}
-
-/// A connection that has a place, as its task holds it.
-struct OpenConnection {
-    shared: Arc<ConnectionRef>,
-    peer: PeerAddress,
-    /// Receives the order to make room for another connection.
-    evicted: oneshot::Receiver<()>,
-}
-
-/// A connection in its port's table. It leaves the table on drop.
-#[derive(Debug)]
-struct ConnectionRef {
-    port: Arc<Port>,
-    id: ConnectionId,
-}
-
-impl Drop for ConnectionRef {
-    fn drop(&mut self) {
-        let mut table = self.port.table.lock();
-        table.close(self.id);
-        let count = table.len();
-        drop(table);
-        self.port.limits.metrics.set_open(self.port.limits.name, count);
-    }
-}
-
-impl ConnectionRef {
-    /// Whether a request is served.
-    fn is_busy(&self) -> bool {
-        self.port.table.lock().is_busy(self.id)
-    }
-}
-
-/// A request on a connection. The connection is idle again on drop.
-#[derive(Debug)]
-struct RequestGuard(Arc<ConnectionRef>);
-
-impl RequestGuard {
-    /// Returns the place of the connection also. `None` if it was evicted, and has none again.
-    fn new(connection: &Arc<ConnectionRef>, peer: PeerAddress) -> Option<(Self, Place)> {
-        let port = &connection.port;
-        let begun = port.table.lock().begin_request(connection.id, peer.0.into());
-        if let Some(evicted) = begun.evicted {
-            port.evict(evicted);
-        }
-        begun.place.map(|place| (Self(Arc::clone(connection)), place))
-    }
-}
-
-impl Drop for RequestGuard {
-    fn drop(&mut self) {
-        self.0.port.table.lock().end_request(self.0.id);
-    }
-}
-
 /// Why the server stops serving a connection before the connection's own end.
 enum Interruption {
     Stop,
@@ -312,6 +207,7 @@ async fn serve_stream(
         connection: Arc::clone(&shared),
         current_answer: Arc::clone(&current_answer),
         has_request: Arc::clone(&has_request),
+        open_requests: open_requests.clone(),
     };
     let http = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -431,6 +327,7 @@ struct RequestHandler {
     current_answer: Arc<CurrentAnswer>,
     /// Whether the connection has sent a request's header.
     has_request: Arc<AtomicBool>,
+    open_requests: Requests,
 }
 
 impl RequestHandler {
@@ -444,7 +341,7 @@ impl RequestHandler {
         let begun = RequestGuard::new(&self.connection, self.peer);
         let limits = &self.connection.port.limits;
         let is_usual = matches!(begun, Some((_, Place::Usual)));
-        let guard = begun.map(|(guard, _)| guard);
+        let mut guard = begun.map(|(guard, _)| guard);
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
         request.extensions_mut().insert(self.peer);
         let request_id = request_id::identify(request.headers_mut());
@@ -457,6 +354,7 @@ impl RequestHandler {
         };
         let (buffers, current_answer) = (limits.buffers.clone(), Arc::clone(&self.current_answer));
         let leaves = self.connection.port.leaves.clone();
+        let open_requests = self.open_requests.clone();
         async move {
             let mut response = match answer {
                 Ok(answer) => answer.await?,
@@ -475,6 +373,8 @@ impl RequestHandler {
                 let close = HeaderValue::from_static("close");
                 response.headers_mut().insert(header::CONNECTION, close);
             }
+            // An answer that comes before the body is there whole: no place is needed any more.
+            guard = guard.filter(|_| !open_requests.is_body_unread());
             let held = (guard, held);
             Ok(response.map(|body| ReadAheadBody::new(body, buffers, &current_answer, held)))
         }

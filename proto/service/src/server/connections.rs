@@ -7,9 +7,10 @@
 //! If no connection is idle, the new one gets a *reserve* place. There, the server answers health
 //! checks, and refuses all other requests at once.
 //!
-//! In a burst of connections, one is closed before its request has been read, although it came
-//! with it. So a request counts for more than an idle connection: where it finds its connection
-//! closed to make room, or in the reserve, it takes a place as a new connection would.
+//! In a burst of connections, one may be the longest idle before its request has been read. So a
+//! connection that gives way before its first request goes to the reserve, and a request counts for
+//! more than an idle connection: where its own has no usual place any more, it takes one as a new
+//! connection would.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -53,7 +54,6 @@ pub(super) type ConnectionId = u64;
 #[derive(Debug)]
 pub(super) struct Opened<H> {
     pub(super) id: ConnectionId,
-    pub(super) place: Place,
     /// The connection that must be closed now to make room.
     pub(super) evicted: Option<H>,
 }
@@ -90,6 +90,15 @@ pub(super) struct ConnectionTable<H> {
 /// Numbers the begins of idle times. A smaller number is an earlier begin.
 type IdleOrder = u64;
 
+/// A usual place for a connection.
+#[derive(Debug, Clone, Copy)]
+enum Room {
+    /// One that no connection has.
+    Free,
+    /// That of an idle connection, which gives way.
+    Of(ConnectionId),
+}
+
 #[derive(Debug)]
 struct Connection<H> {
     peer: Peer,
@@ -98,6 +107,14 @@ struct Connection<H> {
     handle: Option<H>,
     /// When the connection became idle. `None` while a request is served.
     idle_since: Option<IdleOrder>,
+    /// Whether it has sent no request yet.
+    is_new: bool,
+}
+
+impl<H> Connection<H> {
+    fn new(peer: Peer, place: Place, handle: Option<H>) -> Self {
+        Self { peer, place, handle, idle_since: None, is_new: true }
+    }
 }
 
 impl<H> ConnectionTable<H> {
@@ -125,10 +142,10 @@ impl<H> ConnectionTable<H> {
             None => (Place::Reserve, self.make_room_in_reserve()?),
         };
         let id = self.next_number();
-        self.insert(id, Connection { peer, place, handle: Some(handle), idle_since: None });
+        self.insert(id, Connection::new(peer, place, Some(handle)));
         self.set_idle(id);
         self.check_in_debug();
-        Some(Opened { id, place, evicted })
+        Some(Opened { id, evicted })
     }
 
     /// Removes the connection that has been idle for longest, and returns it to be closed.
@@ -142,14 +159,20 @@ impl<H> ConnectionTable<H> {
     pub(super) fn begin_request(&mut self, id: ConnectionId, peer: Peer) -> Begun<H> {
         let mut begun =
             Begun { place: self.connections.get(&id).map(|one| one.place), evicted: None };
-        if begun.place != Some(Place::Usual)
-            && let Some(evicted) = self.make_room(peer)
-        {
-            begun = Begun { place: Some(Place::Usual), evicted };
+        if begun.place != Some(Place::Usual) {
+            // Out of the reserve first: it may be the one that gives way there.
             let handle = self.remove(id);
-            self.insert(id, Connection { peer, place: Place::Usual, handle, idle_since: None });
+            if let Some(evicted) = self.make_room(peer) {
+                begun = Begun { place: Some(Place::Usual), evicted };
+            }
+            if let Some(place) = begun.place {
+                self.insert(id, Connection::new(peer, place, handle));
+            }
         }
         self.set_busy(id);
+        if let Some(one) = self.connections.get_mut(&id) {
+            one.is_new = false;
+        }
         self.check_in_debug();
         begun
     }
@@ -181,29 +204,71 @@ impl<H> ConnectionTable<H> {
         self.idle.get(order).copied()
     }
 
+    /// Returns the connection that has sent no request yet and would be closed for a new one of
+    /// `peer`, if any.
+    pub(super) fn new_one_that_closes(&self, peer: Peer) -> Option<&H> {
+        let id = match self.usual_room(peer) {
+            Some(Room::Free) => return None,
+            Some(Room::Of(id)) if !self.connections.get(&id)?.is_new => return None,
+            Some(Room::Of(_)) | None if self.has_free_reserve() => return None,
+            Some(Room::Of(id)) => self.longest_idle_in_reserve().unwrap_or(id),
+            None => self.longest_idle_in_reserve()?,
+        };
+        let one = self.connections.get(&id)?;
+        one.handle.as_ref().filter(|_| one.is_new)
+    }
+
+    /// Returns the usual place that a connection of `peer` may have, if any.
+    fn usual_room(&self, peer: Peer) -> Option<Room> {
+        let peer_count = self.peer_counts.get(&peer).copied().unwrap_or(0);
+        if peer_count >= self.per_peer_max {
+            // A peer that has its share gets room from its own connections only.
+            self.longest_idle_of(peer).map(Room::Of)
+        } else if self.usual_count < self.places_max {
+            Some(Room::Free)
+        } else {
+            self.idle.first_key_value().map(|(_, &id)| Room::Of(id))
+        }
+    }
+
     /// Frees a usual place for a connection of `peer` if all are taken. The inner value is the
     /// connection to close. Returns `None` if no usual place can be freed.
     fn make_room(&mut self, peer: Peer) -> Option<Option<H>> {
-        let peer_count = self.peer_counts.get(&peer).copied().unwrap_or(0);
-        let id = if peer_count >= self.per_peer_max {
-            // A peer that has its share gets room from its own connections only.
-            self.longest_idle_of(peer)?
-        } else if self.usual_count < self.places_max {
-            return Some(None);
-        } else {
-            *self.idle.first_key_value()?.1
+        Some(match self.usual_room(peer)? {
+            Room::Free => None,
+            Room::Of(id) => self.give_way(id),
+        })
+    }
+
+    /// Takes the usual place of an idle connection. Returns the connection to close.
+    fn give_way(&mut self, id: ConnectionId) -> Option<H> {
+        let one = self.connections.get(&id)?;
+        let (peer, is_new) = (one.peer, one.is_new);
+        let handle = self.remove(id);
+        let Some(evicted) = is_new.then(|| self.make_room_in_reserve()).flatten() else {
+            return handle;
         };
-        Some(self.remove(id))
+        self.insert(id, Connection::new(peer, Place::Reserve, handle));
+        self.set_idle(id);
+        evicted
     }
 
     /// Frees a reserve place if all are taken. The inner value is the connection to close. Returns
     /// `None` if no reserve place can be freed.
     fn make_room_in_reserve(&mut self) -> Option<Option<H>> {
-        if self.connections.len() - self.usual_count < RESERVE_PLACES {
+        if self.has_free_reserve() {
             return Some(None);
         }
-        let (_, &id) = self.idle_in_reserve.first_key_value()?;
+        let id = self.longest_idle_in_reserve()?;
         Some(self.remove(id))
+    }
+
+    fn has_free_reserve(&self) -> bool {
+        self.connections.len() - self.usual_count < RESERVE_PLACES
+    }
+
+    fn longest_idle_in_reserve(&self) -> Option<ConnectionId> {
+        self.idle_in_reserve.first_key_value().map(|(_, &id)| id)
     }
 
     fn insert(&mut self, id: ConnectionId, connection: Connection<H>) {
@@ -300,6 +365,12 @@ mod tests {
 
     use super::*;
 
+    impl<H> ConnectionTable<H> {
+        fn place(&self, id: ConnectionId) -> Place {
+            self.connections[&id].place
+        }
+    }
+
     fn peer(number: u8) -> Peer {
         IpAddr::from([10, 0, 0, number]).into()
     }
@@ -309,10 +380,12 @@ mod tests {
         let mut table = ConnectionTable::new(2, 2);
         let first = table.open(peer(1), 'a').unwrap();
         let second = table.open(peer(1), 'b').unwrap();
-        table.begin_request(first.id, peer(1));
-        table.end_request(first.id);
+        for id in [second.id, first.id] {
+            table.begin_request(id, peer(1));
+            table.end_request(id);
+        }
         let third = table.open(peer(2), 'c').unwrap();
-        assert_eq!((third.place, third.evicted), (Place::Usual, Some('b')));
+        assert_eq!((table.place(third.id), third.evicted), (Place::Usual, Some('b')));
         table.begin_request(first.id, peer(1));
         table.begin_request(third.id, peer(2));
         let begun = table.begin_request(second.id, peer(1));
@@ -320,18 +393,36 @@ mod tests {
     }
 
     #[test]
+    fn a_new_connection_gives_way_to_a_newer_one_and_stays_open_in_the_reserve() {
+        let mut table = ConnectionTable::new(1, 1);
+        let first = table.open(peer(1), 0).unwrap();
+        for number in 1..=RESERVE_PLACES {
+            assert_eq!(table.open(peer(1), number).unwrap().evicted, None);
+        }
+        assert_eq!(table.place(first.id), Place::Reserve);
+        let begun = table.begin_request(first.id, peer(1));
+        assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), None));
+        // The one that lost its place is in the reserve now, and the longest idle there gives way.
+        assert_eq!(table.open(peer(2), 99).unwrap().evicted, Some(1));
+    }
+
+    #[test]
     fn a_request_takes_the_place_of_an_idle_connection_after_its_own_gave_way() {
         let mut table = ConnectionTable::new(3, 2);
         let asks = table.open(peer(1), "asks").unwrap();
         let other = table.open(peer(2), "other").unwrap();
-        table.open(peer(1), "silent").unwrap();
-        assert_eq!(table.open(peer(1), "silent too").unwrap().evicted, Some("asks"));
+        let silent = table.open(peer(1), "silent").unwrap();
+        for id in [asks.id, silent.id] {
+            table.begin_request(id, peer(1));
+            table.end_request(id);
+        }
+        assert_eq!(table.open(peer(1), "new").unwrap().evicted, Some("asks"));
         let begun = table.begin_request(asks.id, peer(1));
         assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), Some("silent")));
         assert!(table.is_busy(asks.id) && !table.is_busy(other.id));
         table.end_request(asks.id);
-        assert_eq!(table.open(peer(1), "new").unwrap().evicted, Some("silent too"));
-        assert!(table.open(peer(1), "newer").unwrap().evicted.is_none(), "it closes already");
+        table.open(peer(1), "newer").unwrap();
+        assert!(table.open(peer(1), "newest").unwrap().evicted.is_none(), "it closes already");
     }
 
     #[test]
@@ -340,7 +431,7 @@ mod tests {
         let first = table.open(peer(1), "first").unwrap();
         table.begin_request(first.id, peer(1));
         let second = table.open(peer(1), "second").unwrap();
-        assert_eq!(second.place, Place::Reserve);
+        assert_eq!(table.place(second.id), Place::Reserve);
         assert_eq!(table.begin_request(second.id, peer(1)).place, Some(Place::Reserve));
         table.end_request(second.id);
         table.end_request(first.id);
@@ -355,10 +446,10 @@ mod tests {
         table.begin_request(busy.id, peer(1));
         for number in 0..RESERVE_PLACES {
             let opened = table.open(peer(2), number).unwrap();
-            assert_eq!((opened.place, opened.evicted), (Place::Reserve, None));
+            assert_eq!((table.place(opened.id), opened.evicted), (Place::Reserve, None));
         }
         let health = table.open(peer(3), 99).unwrap();
-        assert_eq!((health.place, health.evicted), (Place::Reserve, Some(0)));
+        assert_eq!((table.place(health.id), health.evicted), (Place::Reserve, Some(0)));
     }
 
     #[test]
@@ -366,7 +457,10 @@ mod tests {
         let mut table = ConnectionTable::new(10, 2);
         let other = table.open(peer(1), "other").unwrap();
         for name in ["a", "b"] {
-            assert!(table.open(peer(2), name).unwrap().evicted.is_none());
+            let opened = table.open(peer(2), name).unwrap();
+            assert!(opened.evicted.is_none());
+            table.begin_request(opened.id, peer(2));
+            table.end_request(opened.id);
         }
         assert_eq!(table.open(peer(2), "c").unwrap().evicted, Some("a"));
         assert_eq!(table.begin_request(other.id, peer(1)).place, Some(Place::Usual));
@@ -389,7 +483,12 @@ mod tests {
                 let picked = ids.get(usize::try_from(pick).unwrap() % ids.len().max(1)).copied();
                 match (op, picked) {
                     (0, _) | (_, None) => {
-                        let opened = table.open(peer(peer_number), ());
+                        let closes = table.new_one_that_closes(peer(peer_number)).copied();
+                        let opened = table.open(peer(peer_number), ids.len());
+                        if closes.is_some() {
+                            let evicted = opened.as_ref().and_then(|opened| opened.evicted);
+                            prop_assert_eq!(evicted, closes, "another one was closed");
+                        }
                         ids.extend(opened.map(|new| (new.id, peer(peer_number))));
                     }
                     (1, Some((id, peer))) => drop(table.begin_request(id, peer)),

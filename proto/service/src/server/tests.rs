@@ -4,6 +4,7 @@ use axum::{body::Body, routing::get};
 use bytes::Bytes;
 use http_body::Frame;
 use http_body_util::StreamBody;
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -204,28 +205,83 @@ async fn health_is_answered_while_every_place_is_taken_by_silent_clients() {
     assert_eq!(server.status("/health").await, 200);
 }
 
-// The server has the thread of the test, so that it accepts all connections before it reads one.
-#[tokio::test(start_paused = true)]
-async fn requests_of_a_burst_are_answered_although_it_has_more_connections_than_places() {
-    use std::io::Write as _;
+/// Returns routes whose `/turn` takes longer than an evicted connection stays open.
+fn long_turn() -> Router {
     let turn = get(|| async {
         tokio::time::sleep(2 * EVICTED_TIME_MAX).await;
         "answer"
     });
-    let app = Router::new().route("/turn", turn);
-    let server = Server::start(app, |limits| limits.connections_max = 20).await;
-    let clients = Vec::from_iter((0..100).map(|number| {
-        let mut client = std::net::TcpStream::connect(server.addr).unwrap();
-        let path = if number < 10 { "/turn" } else { "/health" };
-        write!(client, "GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
-        client.set_nonblocking(true).unwrap();
-        client
-    }));
+    Router::new().route("/turn", turn)
+}
+
+/// Connects and sends a request, without its body and without letting the server run, which has the thread of the test.
+fn send_blocking(server: &Server, line: &str) -> TcpStream {
+    use std::io::Write as _;
+    let mut client = std::net::TcpStream::connect(server.addr).unwrap();
+    let length = if line.starts_with("POST") { 1_000 } else { 0 };
+    write!(client, "{line} HTTP/1.1\r\ncontent-length: {length}\r\n\r\n").unwrap();
+    client.set_nonblocking(true).unwrap();
+    TcpStream::from_std(client).unwrap()
+}
+
+const EVICTED: &str = "connections_closed_total{port=\"data\",reason=\"evicted\"} ";
+
+#[tokio::test(start_paused = true)]
+async fn requests_of_a_burst_are_answered_although_it_has_more_connections_than_places() {
+    let server = Server::start(long_turn(), |limits| limits.connections_max = 20).await;
+    let line = |number| if number < 10 { "GET /turn" } else { "GET /health" };
+    let clients = Vec::from_iter((0..100).map(|number| send_blocking(&server, line(number))));
     for client in clients {
-        assert_eq!(status(TcpStream::from_std(client).unwrap()).await, 200);
+        assert_eq!(status(client).await, 200);
     }
-    let evicted = "connections_closed_total{port=\"data\",reason=\"evicted\"} ";
-    assert!(server.metric(evicted) >= 80, "the connections were closed before they were read");
+    assert!(server.metric(EVICTED) > 0, "there were places for all");
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_that_wait_for_no_body_take_no_place() {
+    let server = Server::start(Router::new(), |limits| limits.connections_max = 1).await;
+    let line = "POST /nothing";
+    // One connection, and the reserve.
+    let clients = Vec::from_iter((0..10).map(|_| send_blocking(&server, line)));
+    for client in clients {
+        assert_eq!(status(client).await, 404);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_connection_has_time_for_its_request_before_another_one_closes_it() {
+    let metrics = Metrics::new(&mut Registry::default());
+    let settings = ConnectionSettings::default();
+    let port = Arc::new(Port::new(
+        PortLimits::data(&settings, 0, 1, &metrics),
+        Tasks::default().leave_token(),
+    ));
+    let addr: SocketAddr = "127.0.0.1:1".parse().unwrap();
+    let begin = tokio::time::Instant::now();
+    let mut open = vec![];
+    for _ in 0..1 + connections::RESERVE_PLACES {
+        port.let_new_connections_ask(addr).await;
+        open.extend(port.open(addr));
+    }
+    assert!(begin.elapsed().is_zero(), "there were places");
+    port.let_new_connections_ask(addr).await;
+    assert!(begin.elapsed() >= Duration::from_millis(10), "{:?}", begin.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_answered_although_its_connection_gave_way_while_it_was_sent() {
+    let server = Server::start(long_turn(), |limits| limits.connections_max = 1).await;
+    let mut idle = server.send("/health").await;
+    let mut answer = vec![];
+    while !answer.ends_with(b"ok") {
+        idle.read_buf(&mut answer).await.unwrap();
+    }
+    // The server accepts first, as this happens first.
+    let newer = send_blocking(&server, "GET /health");
+    idle.try_write(b"GET /turn HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+    assert_eq!(status(idle).await, 200);
+    assert_eq!(status(newer).await, 200);
+    assert!(server.metric(EVICTED) > 0, "nothing gave way");
 }
 
 #[tokio::test]

@@ -82,7 +82,7 @@ impl Requests {
     }
 
     /// Whether the newest request's body has not been read to its end.
-    fn is_body_unread(&self) -> bool {
+    pub(super) fn is_body_unread(&self) -> bool {
         self.0.is_body_unread.load(Ordering::Relaxed)
     }
 

@@ -1,0 +1,153 @@
+//! Holds a port's connections: takes their places, and closes those that give way.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    connections::{ConnectionId, ConnectionTable, Place},
+    metrics::CloseReason,
+    port_limits::PortLimits,
+};
+use crate::clock::now;
+
+/// Time that a new connection has at least for its first request, whatever else connects. At 54
+/// places for new ones, the fewest, a port still accepts 5,400 connections a second.
+const NEW_TIME_MIN: Duration = Duration::from_millis(10);
+
+/// The address of the client's end of a connection. Every request has it as an extension.
+#[derive(Debug, Clone, Copy)]
+pub struct PeerAddress(pub IpAddr);
+
+/// A port and its connections.
+#[derive(Debug)]
+pub(super) struct Port {
+    pub(super) limits: PortLimits,
+    table: Mutex<ConnectionTable<Handle>>,
+    /// Cancelled when the process leaves: then each answer is the last on its connection, so that
+    /// its client goes elsewhere.
+    pub(super) leaves: CancellationToken,
+}
+
+/// How the table's owner closes a connection.
+#[derive(Debug)]
+struct Handle {
+    /// Tells the connection's task to close it.
+    evict: oneshot::Sender<()>,
+    opened_at: Instant,
+}
+
+impl Port {
+    pub(super) fn new(limits: PortLimits, leaves: CancellationToken) -> Self {
+        let table = ConnectionTable::new(limits.connections_max, limits.per_peer_max);
+        Self { limits, table: Mutex::new(table), leaves }
+    }
+
+    /// Waits while a new connection of this peer would close another new one that had no time to
+    /// send its request. Connections that nobody has accepted wait in the system.
+    pub(super) async fn let_new_connections_ask(&self, peer_addr: SocketAddr) {
+        let opened_at = {
+            let table = self.table.lock();
+            table.new_one_that_closes(peer_addr.ip().into()).map(|handle| handle.opened_at)
+        };
+        if let Some(opened_at) = opened_at {
+            let age = now().duration_since(opened_at);
+            tokio::time::sleep(NEW_TIME_MIN.saturating_sub(age)).await;
+        }
+    }
+
+    /// Takes a place for a new connection. Returns `None` if there is no place.
+    pub(super) fn open(self: &Arc<Self>, peer_addr: SocketAddr) -> Option<OpenConnection> {
+        let (evict, evicted) = oneshot::channel();
+        let handle = Handle { evict, opened_at: now() };
+        let (opened, count) = {
+            let mut table = self.table.lock();
+            (table.open(peer_addr.ip().into(), handle), table.len())
+        };
+        let (name, metrics) = (self.limits.name, &self.limits.metrics);
+        metrics.set_open(name, count);
+        let Some(opened) = opened else {
+            metrics.count_closed(name, CloseReason::Full);
+            return None;
+        };
+        if let Some(evicted) = opened.evicted {
+            self.evict(evicted);
+        }
+        let shared = ConnectionRef { port: Arc::clone(self), id: opened.id };
+        let peer = PeerAddress(peer_addr.ip());
+        Some(OpenConnection { shared: Arc::new(shared), peer, evicted })
+    }
+
+    pub(super) fn evict_longest_idle(&self) {
+        let evicted = self.table.lock().evict_longest_idle();
+        if let Some(evicted) = evicted {
+            self.evict(evicted);
+        }
+    }
+
+    fn evict(&self, evicted: Handle) {
+        self.limits.metrics.count_closed(self.limits.name, CloseReason::Evicted);
+        // Sending fails if the connection's task has just ended.
+        let _ = evicted.evict.send(());
+    }
+}
+
+/// A connection that has a place, as its task holds it.
+pub(super) struct OpenConnection {
+    pub(super) shared: Arc<ConnectionRef>,
+    pub(super) peer: PeerAddress,
+    /// Receives the order to make room for another connection.
+    pub(super) evicted: oneshot::Receiver<()>,
+}
+
+/// A connection in its port's table. It leaves the table on drop.
+#[derive(Debug)]
+pub(super) struct ConnectionRef {
+    pub(super) port: Arc<Port>,
+    id: ConnectionId,
+}
+
+impl Drop for ConnectionRef {
+    fn drop(&mut self) {
+        let mut table = self.port.table.lock();
+        table.close(self.id);
+        let count = table.len();
+        drop(table);
+        self.port.limits.metrics.set_open(self.port.limits.name, count);
+    }
+}
+
+impl ConnectionRef {
+    /// Whether a request is served.
+    pub(super) fn is_busy(&self) -> bool {
+        self.port.table.lock().is_busy(self.id)
+    }
+}
+
+/// A request on a connection. The connection is idle again on drop.
+#[derive(Debug)]
+pub(super) struct RequestGuard(Arc<ConnectionRef>);
+
+impl RequestGuard {
+    /// Returns the place of the connection also. `None` if it was evicted, and has none again.
+    pub(super) fn new(connection: &Arc<ConnectionRef>, peer: PeerAddress) -> Option<(Self, Place)> {
+        let port = &connection.port;
+        let begun = port.table.lock().begin_request(connection.id, peer.0.into());
+        if let Some(evicted) = begun.evicted {
+            port.evict(evicted);
+        }
+        begun.place.map(|place| (Self(Arc::clone(connection)), place))
+    }
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        self.0.port.table.lock().end_request(self.0.id);
+    }
+}
