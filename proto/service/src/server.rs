@@ -152,7 +152,7 @@ pub async fn serve(
                 continue;
             }
         };
-        port.let_new_connections_ask(peer_addr).await;
+        port.let_idle_connections_ask(peer_addr).await;
         // Without a place, dropping the stream closes the connection.
         let Some(mut connection) = port.open(peer_addr) else { continue };
         let (app, tls, stop_token) = (app.clone(), tls.clone(), stop_token.clone());
@@ -164,10 +164,9 @@ pub async fn serve(
             stream.set_write_timeout(Some(WRITE_STALL_TIME_MAX));
             let accepted = tokio::select! {
                 biased;
-                // First, as an evicted connection may have a request, which gets an answer.
-                accepted = tls::accept(tls.as_ref(), Box::pin(stream)) => accepted,
                 Ok(()) = &mut connection.evicted => return,
                 () = stop_token.cancelled() => return,
+                accepted = tls::accept(tls.as_ref(), Box::pin(stream)) => accepted,
             };
             let stream = match accepted {
                 Ok(stream) => stream,
@@ -247,11 +246,8 @@ async fn serve_stream(
         }
         Interruption::Evicted => {
             http.as_mut().graceful_shutdown();
-            // On timeout, the rest of the last answer is lost: its client doesn't read it. But a
-            // request that had been sent may have taken a place again.
-            while tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http.as_mut())).await.is_err()
-                && shared.is_busy()
-            {}
+            // On timeout, the rest of the last answer is lost: its client doesn't read it.
+            let _ = tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http)).await;
         }
         Interruption::Stop => {
             http.as_mut().graceful_shutdown();

@@ -3,18 +3,18 @@
 //! The server in the parent module asks a [`ConnectionTable`] about each new connection. The table
 //! has a fixed number of *places*, and limits the places that one peer (an address of clients) has.
 //! A connection is *idle* while it has no complete request header and no unfinished answer. If a
-//! new connection finds no place, the table closes the connection that has been idle for longest.
-//! If no connection is idle, the new one gets a *reserve* place. There, the server answers health
-//! checks, and refuses all other requests at once.
+//! new connection finds no place, it takes that of the connection that has been idle for longest,
+//! which goes to a *reserve* place, from where the longest idle one is closed. If no connection is
+//! idle, the new one gets a reserve place itself.
 //!
-//! In a burst of connections, one may be the longest idle before its request has been read. So a
-//! connection that gives way before its first request goes to the reserve, and a request counts for
-//! more than an idle connection: where its own has no usual place any more, it takes one as a new
-//! connection would.
+//! A request counts for more than an idle connection: if its own has no usual place any more, it
+//! takes one as a new connection would. While there is none, the server answers health checks in
+//! the reserve, and refuses all other requests at once.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
+    time::Instant,
 };
 
 /// The number of reserve places of a port. Each is taken for milliseconds, or until the next
@@ -61,7 +61,7 @@ pub(super) struct Opened<H> {
 /// What a request finds.
 #[derive(Debug)]
 pub(super) struct Begun<H> {
-    /// The place of its connection. `None`: it gave way to another one, and gets none again.
+    /// The place of its connection. `None`: it was closed to make room.
     pub(super) place: Option<Place>,
     /// The connection that must be closed now to make room.
     pub(super) evicted: Option<H>,
@@ -103,17 +103,21 @@ enum Room {
 struct Connection<H> {
     peer: Peer,
     place: Place,
-    /// `None`: the caller has closed it already, after the request that it serves.
-    handle: Option<H>,
+    handle: H,
     /// When the connection became idle. `None` while a request is served.
-    idle_since: Option<IdleOrder>,
-    /// Whether it has sent no request yet.
-    is_new: bool,
+    idle_since: Option<Idle>,
+}
+
+/// The begin of an idle time.
+#[derive(Debug, Clone, Copy)]
+struct Idle {
+    order: IdleOrder,
+    at: Instant,
 }
 
 impl<H> Connection<H> {
-    fn new(peer: Peer, place: Place, handle: Option<H>) -> Self {
-        Self { peer, place, handle, idle_since: None, is_new: true }
+    fn new(peer: Peer, place: Place, handle: H) -> Self {
+        Self { peer, place, handle, idle_since: None }
     }
 }
 
@@ -136,14 +140,14 @@ impl<H> ConnectionTable<H> {
 
     /// Adds a new connection, which is idle. Returns `None` if there is no place at all, not even
     /// in the reserve. The caller then closes the new connection.
-    pub(super) fn open(&mut self, peer: Peer, handle: H) -> Option<Opened<H>> {
+    pub(super) fn open(&mut self, peer: Peer, handle: H, now: Instant) -> Option<Opened<H>> {
         let (place, evicted) = match self.make_room(peer) {
             Some(evicted) => (Place::Usual, evicted),
             None => (Place::Reserve, self.make_room_in_reserve()?),
         };
         let id = self.next_number();
-        self.insert(id, Connection::new(peer, place, Some(handle)));
-        self.set_idle(id);
+        self.insert(id, Connection::new(peer, place, handle));
+        self.set_idle(id, now);
         self.check_in_debug();
         Some(Opened { id, evicted })
     }
@@ -157,34 +161,25 @@ impl<H> ConnectionTable<H> {
     /// Records that the header of a request of `peer` has arrived. If the connection has no usual
     /// place, it gets one where a new connection would.
     pub(super) fn begin_request(&mut self, id: ConnectionId, peer: Peer) -> Begun<H> {
-        let mut begun =
-            Begun { place: self.connections.get(&id).map(|one| one.place), evicted: None };
-        if begun.place != Some(Place::Usual) {
+        let mut begun = Begun { place: self.place(id), evicted: None };
+        if begun.place == Some(Place::Reserve)
             // Out of the reserve first: it may be the one that gives way there.
-            let handle = self.remove(id);
+            && let Some(handle) = self.remove(id)
+        {
             if let Some(evicted) = self.make_room(peer) {
                 begun = Begun { place: Some(Place::Usual), evicted };
             }
-            if let Some(place) = begun.place {
-                self.insert(id, Connection::new(peer, place, handle));
-            }
+            let place = begun.place.unwrap_or(Place::Reserve);
+            self.insert(id, Connection::new(peer, place, handle));
         }
         self.set_busy(id);
-        if let Some(one) = self.connections.get_mut(&id) {
-            one.is_new = false;
-        }
         self.check_in_debug();
         begun
     }
 
-    /// Whether the connection serves a request.
-    pub(super) fn is_busy(&self, id: ConnectionId) -> bool {
-        self.connections.get(&id).is_some_and(|one| one.idle_since.is_none())
-    }
-
     /// Records that the answer was passed on to its end, or that there will be none.
-    pub(super) fn end_request(&mut self, id: ConnectionId) {
-        self.set_idle(id);
+    pub(super) fn end_request(&mut self, id: ConnectionId, now: Instant) {
+        self.set_idle(id, now);
         self.check_in_debug();
     }
 
@@ -204,18 +199,16 @@ impl<H> ConnectionTable<H> {
         self.idle.get(order).copied()
     }
 
-    /// Returns the connection that has sent no request yet and would be closed for a new one of
-    /// `peer`, if any.
-    pub(super) fn new_one_that_closes(&self, peer: Peer) -> Option<&H> {
+    /// Returns since when the connection is idle that a new one of `peer` would close. `None` if it
+    /// would close none.
+    pub(super) fn closes_idle_since(&self, peer: Peer) -> Option<Instant> {
         let id = match self.usual_room(peer) {
             Some(Room::Free) => return None,
-            Some(Room::Of(id)) if !self.connections.get(&id)?.is_new => return None,
-            Some(Room::Of(_)) | None if self.has_free_reserve() => return None,
+            _ if self.has_free_reserve() => return None,
             Some(Room::Of(id)) => self.longest_idle_in_reserve().unwrap_or(id),
             None => self.longest_idle_in_reserve()?,
         };
-        let one = self.connections.get(&id)?;
-        one.handle.as_ref().filter(|_| one.is_new)
+        self.connections.get(&id)?.idle_since.map(|idle| idle.at)
     }
 
     /// Returns the usual place that a connection of `peer` may have, if any.
@@ -240,16 +233,15 @@ impl<H> ConnectionTable<H> {
         })
     }
 
-    /// Takes the usual place of an idle connection. Returns the connection to close.
+    /// Moves an idle connection from its usual place to the reserve. Returns the connection to
+    /// close.
     fn give_way(&mut self, id: ConnectionId) -> Option<H> {
+        let Some(evicted) = self.make_room_in_reserve() else { return self.remove(id) };
         let one = self.connections.get(&id)?;
-        let (peer, is_new) = (one.peer, one.is_new);
-        let handle = self.remove(id);
-        let Some(evicted) = is_new.then(|| self.make_room_in_reserve()).flatten() else {
-            return handle;
-        };
+        let (peer, idle) = (one.peer, one.idle_since?);
+        let handle = self.remove(id)?;
         self.insert(id, Connection::new(peer, Place::Reserve, handle));
-        self.set_idle(id);
+        self.set_idle(id, idle.at);
         evicted
     }
 
@@ -290,16 +282,20 @@ impl<H> ConnectionTable<H> {
                 self.peer_counts.remove(&peer);
             }
         }
-        handle
+        Some(handle)
     }
 
-    fn set_idle(&mut self, id: ConnectionId) {
+    fn place(&self, id: ConnectionId) -> Option<Place> {
+        self.connections.get(&id).map(|one| one.place)
+    }
+
+    fn set_idle(&mut self, id: ConnectionId, at: Instant) {
         let order = self.next_number();
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if connection.idle_since.is_some() {
             return;
         }
-        connection.idle_since = Some(order);
+        connection.idle_since = Some(Idle { order, at });
         match connection.place {
             Place::Usual => {
                 self.idle.insert(order, id);
@@ -311,7 +307,7 @@ impl<H> ConnectionTable<H> {
 
     fn set_busy(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let Some(order) = connection.idle_since.take() else { return };
+        let Some(Idle { order, .. }) = connection.idle_since.take() else { return };
         match connection.place {
             Place::Usual => {
                 self.idle.remove(&order);
@@ -345,7 +341,7 @@ impl<H> ConnectionTable<H> {
         assert_eq!(peer_counts, self.peer_counts, "peers miscounted");
         assert!(peer_counts.values().all(|&count| count <= self.per_peer_max), "a peer has more");
         for (id, one) in &self.connections {
-            let Some(order) = one.idle_since else { continue };
+            let Some(Idle { order, .. }) = one.idle_since else { continue };
             let (idle, other) = match one.place {
                 Place::Usual => (&self.idle, &self.idle_in_reserve),
                 Place::Reserve => (&self.idle_in_reserve, &self.idle),
@@ -361,109 +357,94 @@ impl<H> ConnectionTable<H> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;
-
-    impl<H> ConnectionTable<H> {
-        fn place(&self, id: ConnectionId) -> Place {
-            self.connections[&id].place
-        }
-    }
+    use crate::clock::now;
 
     fn peer(number: u8) -> Peer {
         IpAddr::from([10, 0, 0, number]).into()
     }
 
+    /// Opens a connection that has been idle since its only request.
+    fn open_used<H>(table: &mut ConnectionTable<H>, number: u8, handle: H) -> Opened<H> {
+        let opened = table.open(peer(number), handle, now()).unwrap();
+        table.begin_request(opened.id, peer(number));
+        table.end_request(opened.id, now());
+        opened
+    }
+
     #[test]
     fn a_newcomer_takes_the_place_of_the_connection_that_was_idle_for_longest() {
         let mut table = ConnectionTable::new(2, 2);
-        let first = table.open(peer(1), 'a').unwrap();
-        let second = table.open(peer(1), 'b').unwrap();
-        for id in [second.id, first.id] {
-            table.begin_request(id, peer(1));
-            table.end_request(id);
-        }
-        let third = table.open(peer(2), 'c').unwrap();
-        assert_eq!((table.place(third.id), third.evicted), (Place::Usual, Some('b')));
+        let first = table.open(peer(1), 'a', now()).unwrap();
+        let second = open_used(&mut table, 1, 'b');
+        table.begin_request(first.id, peer(1));
+        table.end_request(first.id, now());
+        let third = table.open(peer(2), 'c', now()).unwrap();
+        assert_eq!(table.place(third.id), Some(Place::Usual));
+        assert_eq!(table.place(second.id), Some(Place::Reserve));
         table.begin_request(first.id, peer(1));
         table.begin_request(third.id, peer(2));
         let begun = table.begin_request(second.id, peer(1));
-        assert_eq!(begun.place, None, "an evicted connection serves nothing while all work");
+        assert_eq!(begun.place, Some(Place::Reserve), "all work");
     }
 
     #[test]
-    fn a_new_connection_gives_way_to_a_newer_one_and_stays_open_in_the_reserve() {
+    fn the_longest_idle_connection_of_the_reserve_is_closed() {
         let mut table = ConnectionTable::new(1, 1);
-        let first = table.open(peer(1), 0).unwrap();
+        let first = open_used(&mut table, 1, 0);
         for number in 1..=RESERVE_PLACES {
-            assert_eq!(table.open(peer(1), number).unwrap().evicted, None);
+            assert_eq!(table.closes_idle_since(peer(1)), None);
+            assert_eq!(open_used(&mut table, 1, number).evicted, None);
         }
-        assert_eq!(table.place(first.id), Place::Reserve);
+        assert_eq!(table.place(first.id), Some(Place::Reserve));
         let begun = table.begin_request(first.id, peer(1));
         assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), None));
-        // The one that lost its place is in the reserve now, and the longest idle there gives way.
-        assert_eq!(table.open(peer(2), 99).unwrap().evicted, Some(1));
-    }
-
-    #[test]
-    fn a_request_takes_the_place_of_an_idle_connection_after_its_own_gave_way() {
-        let mut table = ConnectionTable::new(3, 2);
-        let asks = table.open(peer(1), "asks").unwrap();
-        let other = table.open(peer(2), "other").unwrap();
-        let silent = table.open(peer(1), "silent").unwrap();
-        for id in [asks.id, silent.id] {
-            table.begin_request(id, peer(1));
-            table.end_request(id);
-        }
-        assert_eq!(table.open(peer(1), "new").unwrap().evicted, Some("asks"));
-        let begun = table.begin_request(asks.id, peer(1));
-        assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), Some("silent")));
-        assert!(table.is_busy(asks.id) && !table.is_busy(other.id));
-        table.end_request(asks.id);
-        table.open(peer(1), "newer").unwrap();
-        assert!(table.open(peer(1), "newest").unwrap().evicted.is_none(), "it closes already");
-    }
-
-    #[test]
-    fn a_request_in_the_reserve_takes_the_place_of_a_connection_that_became_idle() {
-        let mut table = ConnectionTable::new(1, 1);
-        let first = table.open(peer(1), "first").unwrap();
-        table.begin_request(first.id, peer(1));
-        let second = table.open(peer(1), "second").unwrap();
-        assert_eq!(table.place(second.id), Place::Reserve);
-        assert_eq!(table.begin_request(second.id, peer(1)).place, Some(Place::Reserve));
-        table.end_request(second.id);
-        table.end_request(first.id);
-        let begun = table.begin_request(second.id, peer(1));
-        assert_eq!((begun.place, begun.evicted), (Some(Place::Usual), Some("first")));
+        // The one that lost its place for this is in the reserve now.
+        let idle_since = table.closes_idle_since(peer(2)).unwrap();
+        let newest = table.open(peer(2), 99, idle_since + Duration::from_secs(1)).unwrap();
+        assert_eq!(newest.evicted, Some(1));
     }
 
     #[test]
     fn when_all_work_a_newcomer_gets_the_reserve_and_silent_ones_in_it_give_way() {
         let mut table = ConnectionTable::new(1, 1);
-        let busy = table.open(peer(1), 0).unwrap();
+        let busy = table.open(peer(1), 0, now()).unwrap();
         table.begin_request(busy.id, peer(1));
         for number in 0..RESERVE_PLACES {
-            let opened = table.open(peer(2), number).unwrap();
-            assert_eq!((table.place(opened.id), opened.evicted), (Place::Reserve, None));
+            let opened = table.open(peer(2), number, now()).unwrap();
+            assert_eq!((table.place(opened.id), opened.evicted), (Some(Place::Reserve), None));
         }
-        let health = table.open(peer(3), 99).unwrap();
-        assert_eq!((table.place(health.id), health.evicted), (Place::Reserve, Some(0)));
+        let health = table.open(peer(3), 99, now()).unwrap();
+        assert_eq!((table.place(health.id), health.evicted), (Some(Place::Reserve), Some(0)));
     }
 
     #[test]
-    fn a_peer_at_its_limit_loses_its_own_connection_and_no_other() {
+    fn a_peer_at_its_limit_takes_its_own_place_and_no_other() {
         let mut table = ConnectionTable::new(10, 2);
-        let other = table.open(peer(1), "other").unwrap();
-        for name in ["a", "b"] {
-            let opened = table.open(peer(2), name).unwrap();
-            assert!(opened.evicted.is_none());
-            table.begin_request(opened.id, peer(2));
-            table.end_request(opened.id);
-        }
-        assert_eq!(table.open(peer(2), "c").unwrap().evicted, Some("a"));
-        assert_eq!(table.begin_request(other.id, peer(1)).place, Some(Place::Usual));
+        let other = open_used(&mut table, 1, "other");
+        let [a, b] = ["a", "b"].map(|name| open_used(&mut table, 2, name));
+        let c = open_used(&mut table, 2, "c");
+        let places = [other, a, b, c].map(|opened| table.place(opened.id).unwrap());
+        assert_eq!(places, [Place::Usual, Place::Reserve, Place::Usual, Place::Usual]);
+    }
+
+    #[test]
+    fn a_request_takes_an_idle_place_after_its_own_was_taken() {
+        let mut table = ConnectionTable::new(3, 2);
+        let asks = open_used(&mut table, 1, "asks");
+        let other = open_used(&mut table, 2, "other");
+        let silent = open_used(&mut table, 1, "silent");
+        table.open(peer(1), "new", now()).unwrap();
+        assert_eq!(table.place(asks.id), Some(Place::Reserve));
+        assert_eq!(table.begin_request(asks.id, peer(1)).place, Some(Place::Usual));
+        assert_eq!(table.place(silent.id), Some(Place::Reserve));
+        assert_eq!(table.place(other.id), Some(Place::Usual));
+        table.close(asks.id);
+        assert_eq!(table.begin_request(asks.id, peer(1)).place, None, "it is closed");
     }
 
     #[test]
@@ -483,16 +464,14 @@ mod tests {
                 let picked = ids.get(usize::try_from(pick).unwrap() % ids.len().max(1)).copied();
                 match (op, picked) {
                     (0, _) | (_, None) => {
-                        let closes = table.new_one_that_closes(peer(peer_number)).copied();
-                        let opened = table.open(peer(peer_number), ids.len());
-                        if closes.is_some() {
-                            let evicted = opened.as_ref().and_then(|opened| opened.evicted);
-                            prop_assert_eq!(evicted, closes, "another one was closed");
-                        }
+                        let closes = table.closes_idle_since(peer(peer_number)).is_some();
+                        let was = table.len();
+                        let opened = table.open(peer(peer_number), (), now());
+                        prop_assert_eq!(opened.is_some() && table.len() == was, closes);
                         ids.extend(opened.map(|new| (new.id, peer(peer_number))));
                     }
                     (1, Some((id, peer))) => drop(table.begin_request(id, peer)),
-                    (2, Some((id, _))) => table.end_request(id),
+                    (2, Some((id, _))) => table.end_request(id, now()),
                     (_, Some((id, _))) => table.close(id),
                 }
             }

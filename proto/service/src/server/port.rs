@@ -3,7 +3,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use parking_lot::Mutex;
@@ -17,9 +17,10 @@ use super::{
 };
 use crate::clock::now;
 
-/// Time that a new connection has at least for its first request, whatever else connects. At 54
-/// places for new ones, the fewest, a port still accepts 5,400 connections a second.
-const NEW_TIME_MIN: Duration = Duration::from_millis(10);
+/// Time that an idle connection has at least for its next request, whatever else connects: about
+/// what a client takes that has just been answered. A port accepts at least as many connections in
+/// this time as there are idle ones and reserve places, 54 on a system with few descriptors.
+const IDLE_TIME_MIN: Duration = Duration::from_millis(2);
 
 /// The address of the client's end of a connection. Every request has it as an extension.
 #[derive(Debug, Clone, Copy)]
@@ -29,18 +30,11 @@ pub struct PeerAddress(pub IpAddr);
 #[derive(Debug)]
 pub(super) struct Port {
     pub(super) limits: PortLimits,
-    table: Mutex<ConnectionTable<Handle>>,
+    /// With each connection, the sender that tells its task to close it.
+    table: Mutex<ConnectionTable<oneshot::Sender<()>>>,
     /// Cancelled when the process leaves: then each answer is the last on its connection, so that
     /// its client goes elsewhere.
     pub(super) leaves: CancellationToken,
-}
-
-/// How the table's owner closes a connection.
-#[derive(Debug)]
-struct Handle {
-    /// Tells the connection's task to close it.
-    evict: oneshot::Sender<()>,
-    opened_at: Instant,
 }
 
 impl Port {
@@ -49,26 +43,24 @@ impl Port {
         Self { limits, table: Mutex::new(table), leaves }
     }
 
-    /// Waits while a new connection of this peer would close another new one that had no time to
-    /// send its request. Connections that nobody has accepted wait in the system.
-    pub(super) async fn let_new_connections_ask(&self, peer_addr: SocketAddr) {
-        let opened_at = {
-            let table = self.table.lock();
-            table.new_one_that_closes(peer_addr.ip().into()).map(|handle| handle.opened_at)
-        };
-        if let Some(opened_at) = opened_at {
-            let age = now().duration_since(opened_at);
-            tokio::time::sleep(NEW_TIME_MIN.saturating_sub(age)).await;
+    /// Waits while a new connection of this peer would close one that had no time for a request.
+    /// Connections that nobody has accepted wait in the system.
+    pub(super) async fn let_idle_connections_ask(&self, peer_addr: SocketAddr) {
+        let closes_idle_since = self.table.lock().closes_idle_since(peer_addr.ip().into());
+        let Some(since) = closes_idle_since else { return };
+        let time_left = IDLE_TIME_MIN.saturating_sub(now().saturating_duration_since(since));
+        // A sleep of no time would take a millisecond as well.
+        if !time_left.is_zero() {
+            tokio::time::sleep(time_left).await;
         }
     }
 
     /// Takes a place for a new connection. Returns `None` if there is no place.
     pub(super) fn open(self: &Arc<Self>, peer_addr: SocketAddr) -> Option<OpenConnection> {
-        let (evict, evicted) = oneshot::channel();
-        let handle = Handle { evict, opened_at: now() };
+        let (evict_sender, evicted) = oneshot::channel();
         let (opened, count) = {
             let mut table = self.table.lock();
-            (table.open(peer_addr.ip().into(), handle), table.len())
+            (table.open(peer_addr.ip().into(), evict_sender, now()), table.len())
         };
         let (name, metrics) = (self.limits.name, &self.limits.metrics);
         metrics.set_open(name, count);
@@ -91,10 +83,10 @@ impl Port {
         }
     }
 
-    fn evict(&self, evicted: Handle) {
+    fn evict(&self, evicted: oneshot::Sender<()>) {
         self.limits.metrics.count_closed(self.limits.name, CloseReason::Evicted);
         // Sending fails if the connection's task has just ended.
-        let _ = evicted.evict.send(());
+        let _ = evicted.send(());
     }
 }
 
@@ -123,19 +115,12 @@ impl Drop for ConnectionRef {
     }
 }
 
-impl ConnectionRef {
-    /// Whether a request is served.
-    pub(super) fn is_busy(&self) -> bool {
-        self.port.table.lock().is_busy(self.id)
-    }
-}
-
 /// A request on a connection. The connection is idle again on drop.
 #[derive(Debug)]
 pub(super) struct RequestGuard(Arc<ConnectionRef>);
 
 impl RequestGuard {
-    /// Returns the place of the connection also. `None` if it was evicted, and has none again.
+    /// Returns the place of the connection also. `None` if it was evicted.
     pub(super) fn new(connection: &Arc<ConnectionRef>, peer: PeerAddress) -> Option<(Self, Place)> {
         let port = &connection.port;
         let begun = port.table.lock().begin_request(connection.id, peer.0.into());
@@ -148,6 +133,6 @@ impl RequestGuard {
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.0.port.table.lock().end_request(self.0.id);
+        self.0.port.table.lock().end_request(self.0.id, now());
     }
 }
