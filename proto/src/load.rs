@@ -29,6 +29,17 @@ pub use self::{
 };
 use crate::id::{self, Digest, SessionKey};
 
+/// The most ranks of an agent. No engine has nearly as many.
+pub const RANKS_MAX: usize = 1024;
+/// The most devices of a rank: those of its tensor and pipeline parallel processes.
+pub const DEVICES_MAX: usize = 64;
+/// The most names of models, adapters, versions or functions in one description.
+pub const NAMES_MAX: usize = 16 * 1024;
+/// The largest number of tokens or bytes that a worker can have: 16 TiB.
+pub const FIGURE_MAX: u64 = 1 << 44;
+/// The largest count of turns or sessions that a worker can have.
+pub const COUNT_MAX: u32 = 1 << 24;
+
 /// How an engine keeps a session's KV between turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -82,6 +82,9 @@ pub struct NamedFinding {
     pub sessions: Vec<String>,
 }
 
+/// The most kinds of faults in one audit. There are fewer than ten.
+const FINDINGS_MAX: u64 = 64;
+
 fn check_at_most(field: &'static str, part: u64, whole: u64) -> Result<(), Error> {
     if part > whole { Err(Error::Impossible { field, value: part }) } else { Ok(()) }
 }
@@ -91,6 +94,7 @@ impl TryFrom<v1::PageAudit> for PageAudit {
 
     fn try_from(wire: v1::PageAudit) -> Result<Self, Error> {
         check_at_most("held_pages", wire.held_pages, wire.pages)?;
+        check_at_most("the number of findings", wire.findings.len() as u64, FINDINGS_MAX)?;
         if let Some(classes) = &wire.classes {
             let page_counts = [
                 classes.free,

@@ -12,9 +12,10 @@ use std::time::Duration;
 use http::uri::Authority;
 
 use super::{
-    Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
-    PromptPlace, PromptRole, Rank, RankLoad, Retention, RetentionOff, Session, SessionState,
-    Source, StagedPrefill, VolatilePrefix, Weights,
+    COUNT_MAX, DEVICES_MAX, Description, Device, EngineFacts, Error, FIGURE_MAX, Figure,
+    KvTransfer, LoadReport, ModelFiles, NAMES_MAX, PageAudit, PromptPlace, PromptRole, RANKS_MAX,
+    Rank, RankLoad, Retention, RetentionOff, Session, SessionState, Source, StagedPrefill,
+    VolatilePrefix, Weights,
 };
 use crate::{id::Digest, v1};
 
@@ -74,6 +75,7 @@ impl TryFrom<v1::Figure> for Figure {
 
     fn try_from(wire: v1::Figure) -> Result<Self, Error> {
         let source = Source::from_wire(wire.source)?;
+        check_figure("a figure", wire.value)?;
         Ok(Self { value: wire.value, source, age_ms: wire.age_ms })
     }
 }
@@ -88,7 +90,22 @@ fn read_figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
     wire.map(Figure::try_from).transpose()
 }
 
+/// Rejects a number of tokens or bytes that no worker has. So sums of some of them are right.
+fn check_figure(field: &'static str, value: u64) -> Result<(), Error> {
+    if value > FIGURE_MAX { Err(impossible(field, value)) } else { Ok(()) }
+}
+
+fn check_count(field: &'static str, value: u32) -> Result<(), Error> {
+    if value > COUNT_MAX { Err(impossible(field, value)) } else { Ok(()) }
+}
+
+/// Rejects a list that is longer than any agent's, and would take the router's memory.
+fn check_length(field: &'static str, length: usize, length_max: usize) -> Result<(), Error> {
+    if length > length_max { Err(impossible(field, length as u64)) } else { Ok(()) }
+}
+
 fn read_devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
+    check_length("the number of devices", wire.len(), DEVICES_MAX)?;
     wire.into_iter().map(Device::try_from).collect()
 }
 
@@ -102,6 +119,9 @@ impl TryFrom<v1::EngineFacts> for EngineFacts {
         if wire.page_tokens == 0 {
             return Err(impossible("page_tokens", 0_u32));
         }
+        let adapters = wire.adapters.as_ref().map_or(0, |adapters| adapters.names.len());
+        check_length("the number of models", wire.models.len(), NAMES_MAX)?;
+        check_length("the number of adapters", adapters, NAMES_MAX)?;
         Ok(Self {
             version: wire.version,
             models: wire.models,
@@ -145,6 +165,8 @@ impl TryFrom<v1::Rank> for Rank {
         if wire.rows == 0 {
             return Err(impossible("rows", 0_u32));
         }
+        check_count("rows", wire.rows)?;
+        check_figure("pool_tokens", wire.pool_tokens)?;
         Ok(Self {
             dp_rank: wire.dp_rank,
             pool_tokens: wire.pool_tokens,
@@ -165,12 +187,12 @@ impl From<Rank> for v1::Rank {
     }
 }
 
-/// Checks that there is at least one rank, and that the ranks are numbered 0, 1, 2 and so on. Code
-/// that reads a report uses a rank's number as the rank's index in the list.
+/// Checks that there is at least one rank, and at most [`RANKS_MAX`], numbered 0, 1, 2 and so on.
+/// Code that reads a report uses a rank's number as the rank's index in the list.
 fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     let mut count = 0_u32;
     for rank in ranks {
-        if rank != count {
+        if rank != count || rank as usize >= RANKS_MAX {
             return Err(impossible("dp_rank", rank));
         }
         count += 1;
@@ -227,6 +249,14 @@ impl TryFrom<v1::Description> for Description {
             .filter(|&port| port > 0)
             .ok_or_else(|| impossible("data_port", wire.data_port))?;
         check_rank_order(wire.ranks.iter().map(|rank| rank.dp_rank))?;
+        for (field, length) in [
+            ("the number of retentions", wire.retentions.len()),
+            ("the number of retentions that are off", wire.retentions_off.len()),
+            ("the number of SGLang versions", wire.trims.len()),
+            ("the number of functions that are off", wire.shim_functions_off.len()),
+        ] {
+            check_length(field, length, NAMES_MAX)?;
+        }
         Ok(Self {
             agent_id: wire.agent_id,
             epoch: wire.epoch,
@@ -283,6 +313,7 @@ impl TryFrom<v1::Session> for Session {
     type Error = Error;
 
     fn try_from(wire: v1::Session) -> Result<Self, Error> {
+        check_count("turns_running", wire.turns_running)?;
         if wire.exclusive && wire.turns_running > 1 {
             return Err(impossible("turns_running", wire.turns_running));
         }
@@ -382,6 +413,17 @@ impl TryFrom<v1::RankLoad> for RankLoad {
                 },
             ),
         };
+        for (field, count) in [
+            ("turns_running", load.turns_running),
+            ("turns_running_max", load.turns_running_max),
+            ("sessions", load.sessions),
+            ("turns_queued", load.turns_queued),
+        ] {
+            check_count(field, count)?;
+        }
+        if let Some(staged_prefill) = load.staged_prefill {
+            check_figure("the tokens of staged prefills", staged_prefill.tokens)?;
+        }
         if load.prefill_tokens_per_s.is_some_and(|rate| rate.value == 0) {
             return Err(impossible("prefill_tokens_per_s", 0_u32));
         }
@@ -535,7 +577,20 @@ mod tests {
 
     #[test]
     fn a_report_that_cannot_be_true_is_rejected() {
-        let mutations: [(&str, Lie); 9] = [
+        let mutations: [(&str, Lie); 13] = [
+            ("more ranks than any engine has", |r| {
+                let rank = r.ranks[0].clone();
+                let many = (0..=1024).map(|dp_rank| v1::RankLoad { dp_rank, ..rank.clone() });
+                r.ranks = many.collect();
+            }),
+            ("more devices than any rank has", |r| {
+                let device = v1::Device { uuid: "GPU-1".into(), ..Default::default() };
+                r.ranks[0].devices = vec![device; 65];
+            }),
+            ("more tokens than any memory holds", |r| {
+                r.ranks[0].prefill_backlog_tokens = Some(tokens(u64::MAX).into());
+            }),
+            ("more turns than any engine runs", |r| r.ranks[0].turns_running = u32::MAX),
             ("no interval", |r| r.interval_ms = 0),
             ("no ranks", |r| r.ranks.clear()),
             ("a rank twice", |r| r.ranks[1].dp_rank = 0),

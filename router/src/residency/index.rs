@@ -41,8 +41,8 @@ use crate::fleet::worker::WORKER_NUMBERS_MAX;
 /// ended slots. A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to
 /// each change.
 const SWEEP_RUNS_PER_CHANGE: usize = 16;
-/// Maximum number of workers. Each worker may need three of the 65,535 slots: one that look-ups
-/// read, one for a snapshot in progress, and one that has ended and is being swept.
+/// Maximum number of workers. Each worker needs two of the 65,535 slots, one that look-ups read and
+/// one for a snapshot in progress. The others have ended and are being swept.
 pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
 
 /// The size of the index and its counters.
@@ -181,6 +181,7 @@ impl Index {
         blocks: &[BlockHash],
     ) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
+        self.sweep_until_a_slot_is_free();
         let (slot, is_slot_added) = self.slots.write_slot_or_new(worker);
         if is_slot_added {
             self.tree.add_slot();
@@ -215,6 +216,7 @@ impl Index {
     /// If `worker` is not below [`WORKERS_MAX`].
     pub fn begin_snapshot(&mut self, worker: usize) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
+        self.sweep_until_a_slot_is_free();
         if self.slots.begin_snapshot(worker) {
             self.tree.add_slot();
         }
@@ -270,6 +272,14 @@ impl Index {
             self.sweep();
             let Some(dropped_blocks) = self.tree.drop_oldest() else { return };
             self.dropped_blocks += dropped_blocks;
+        }
+    }
+
+    /// Sweeps the whole tree if slots have ended faster than the sweep went on: an agent's engine
+    /// may lose its blocks again and again.
+    fn sweep_until_a_slot_is_free(&mut self) {
+        while !self.slots.has_free() {
+            self.sweep();
         }
     }
 

@@ -13,7 +13,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use arc_swap::ArcSwap;
@@ -23,7 +23,7 @@ use proto::{
     v1::WatchKvRequest,
 };
 use serde::Serialize;
-use service::{backoff::Backoff, log::describe_error};
+use service::{backoff::Backoff, clock::now, log::describe_error};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
@@ -43,6 +43,9 @@ use crate::{
 /// Maximum number of blocks in one change to the index. Look-ups have to wait meanwhile, about
 /// 20 µs for this number of blocks.
 const BLOCKS_PER_CHANGE_MAX: usize = 512;
+/// Least time between two resets of a rank. The stream of an agent whose engine loses its blocks
+/// more often, or says so, is read more slowly. Each reset costs the index a slot.
+const RESET_INTERVAL_MIN: Duration = Duration::from_millis(250);
 /// Largest message accepted, in bytes. Agents send at most 256 KiB.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
@@ -176,6 +179,23 @@ impl KvIndex {
     }
 }
 
+/// When the ranks of a stream were reset.
+#[derive(Debug, Default)]
+struct ResetPace(HashMap<u32, Instant>);
+
+impl ResetPace {
+    /// Waits, if the change is a reset that comes too soon after the rank's last one.
+    async fn wait_before(&mut self, RankChange { dp_rank, change }: &RankChange) {
+        if !matches!(change, Change::Reset { .. } | Change::Unknown { .. }) {
+            return;
+        }
+        if let Some(last) = self.0.get(dp_rank) {
+            tokio::time::sleep_until((*last + RESET_INTERVAL_MIN).into()).await;
+        }
+        self.0.insert(*dp_rank, now());
+    }
+}
+
 /// The task that follows the stream of one agent.
 #[derive(Debug)]
 pub(crate) struct KvWatcher {
@@ -231,6 +251,7 @@ impl KvWatcher {
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
         };
+        let mut resets = ResetPace::default();
         loop {
             let event = match stream.message().await {
                 Ok(Some(event)) => event,
@@ -242,6 +263,7 @@ impl KvWatcher {
                 Err(error) => return describe_error(&error),
             };
             for change in changes {
+                resets.wait_before(&change).await;
                 self.kv_index.apply(self.agent, change);
             }
             let stream_state = &self.kv_index.stream_states[self.agent];
@@ -297,6 +319,23 @@ mod tests {
         assert_eq!(overlap(&kv_index, &chain, 1), 0);
         let phase = KvPhase::Unknown { reason: "it is gone".to_owned() };
         assert_eq!(kv_index.worker_kv(worker), WorkerKv { phase, resident_blocks: 0 });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_agent_that_resets_again_and_again_is_read_more_slowly() {
+        let reset = |dp_rank| {
+            let block_tokens = BlockTokens::for_page(1).unwrap();
+            RankChange { dp_rank, change: Change::Reset { block_tokens } }
+        };
+        let (mut pace, begin) = (ResetPace::default(), now());
+        for rank in 0..100 {
+            pace.wait_before(&reset(rank)).await;
+        }
+        assert_eq!(now(), begin, "the first resets of a stream wait for nothing");
+        for _ in 0..8 {
+            pace.wait_before(&reset(7)).await;
+        }
+        assert!(now().duration_since(begin) >= Duration::from_secs(2));
     }
 
     #[test]

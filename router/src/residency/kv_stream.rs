@@ -11,12 +11,10 @@ use std::collections::HashMap;
 
 use proto::{
     kv::{self, Change, RankChange},
+    load::RANKS_MAX,
     v1,
 };
 use serde::Serialize;
-
-/// Maximum number of ranks of one agent. No engine has nearly as many.
-const RANKS_MAX: usize = 1024;
 
 /// Why a stream can't be followed any further.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]

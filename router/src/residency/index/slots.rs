@@ -112,14 +112,24 @@ impl Slots {
         }
     }
 
+    /// Whether a slot is left. If none is, some have ended: all workers together use fewer.
+    pub(super) fn has_free(&self) -> bool {
+        !self.free_slots.is_empty() || self.next_slot().is_some()
+    }
+
     /// Returns a free or new slot, and whether the slot is new.
     fn allocate_slot(&mut self) -> (u16, bool) {
         if let Some(slot) = self.free_slots.pop() {
             return (slot, false);
         }
-        let slot = u16::try_from(self.ended_flags.len()).ok().filter(|&slot| slot != NO_SLOT);
+        let slot = self.next_slot().expect("the index sweeps until a slot is free");
         self.ended_flags.push(false);
-        (slot.expect("three slots per worker are fewer than NO_SLOT"), true)
+        (slot, true)
+    }
+
+    /// Returns the slot that no worker has had yet, if there is one.
+    fn next_slot(&self) -> Option<u16> {
+        u16::try_from(self.ended_flags.len()).ok().filter(|&slot| slot != NO_SLOT)
     }
 
     /// Marks a slot that was taken from its worker as ended.

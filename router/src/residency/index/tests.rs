@@ -270,6 +270,24 @@ fn a_lost_worker_disappears_at_once_and_is_swept_later() {
 }
 
 #[test]
+fn a_worker_that_loses_its_blocks_again_and_again_harms_nobody() {
+    let mut index = Index::new(UNBOUNDED);
+    let all = long(&[1], 10, 1000);
+    index.store(1, Tier::Device, None, &all);
+    // Faster than the sweep goes on, as with a large tree.
+    while index.slots.has_free() {
+        if index.slots.begin_snapshot(0) {
+            index.tree.add_slot();
+        }
+    }
+    index.begin_snapshot(2);
+    index.store(2, Tier::Device, None, &all[..6]);
+    index.finish_snapshot(2);
+    assert_eq!(device(&index, &all), [0, 10, 6]);
+    index.check_invariants();
+}
+
+#[test]
 fn a_snapshot_shows_when_it_is_complete() {
     let mut index = Index::new(UNBOUNDED);
     let (old, new) = (long(&[1], 10, 1000), long(&[2], 10, 1000));
