@@ -159,7 +159,10 @@ pub(crate) fn start(
         tasks.spawn(until_cancelled(tasks.token(), task));
     }
     table.announce.then(|| {
-        let announcements = Arc::new(Announcements::new(table.announced_per_key_max));
+        let announcements = Arc::new(Announcements::new(
+            table.announced_per_key_max,
+            config.agents.client_files().is_some(),
+        ));
         let task = announce::run(Arc::clone(&announcements), reporter(Source::Announce));
         tasks.spawn(until_cancelled(tasks.token(), task));
         announcements

@@ -49,6 +49,12 @@ pub(crate) enum Error {
          are gone, or raise the setting"
     )]
     KeyShare(usize),
+    /// The agent doesn't speak TLS, and this router recognizes agents by their certificates.
+    #[error(
+        "this router sends prompts to agents with a certificate only (agents.ca); give the agent \
+         one, and let it announce an https URL"
+    )]
+    Plain,
     /// There are as many announcements as agents that a router follows.
     #[error("{AGENTS_MAX} agents are announced; withdraw those that are gone")]
     Full,
@@ -71,11 +77,16 @@ struct Table {
     /// By URL and id.
     agents: BTreeMap<(String, String), Entry>,
     per_key_max: usize,
+    /// Whether only agents that speak TLS are taken.
+    demands_tls: bool,
 }
 
 impl Table {
     fn put(&mut self, announcement: Announcement, now: Instant) -> Result<(), Error> {
         self.drop_expired(now);
+        if self.demands_tls && !announcement.control_url.starts_with("https:") {
+            return Err(Error::Plain);
+        }
         let Announcement { principal, agent_id, control_url, ttl, is_leaving } = announcement;
         let key = (control_url, agent_id);
         let others = self.agents.iter().filter(|(other, _)| **other != key);
@@ -125,8 +136,9 @@ pub(crate) struct Announcements {
 
 impl Announcements {
     /// Creates a place without announcements. One key may announce at most `per_key_max` agents.
-    pub(crate) fn new(per_key_max: usize) -> Self {
-        let table = Table { agents: BTreeMap::new(), per_key_max };
+    /// `demands_tls`: only such that speak TLS.
+    pub(crate) fn new(per_key_max: usize, demands_tls: bool) -> Self {
+        let table = Table { agents: BTreeMap::new(), per_key_max, demands_tls };
         Self { table: Mutex::new(table), changed: watch::Sender::new(()) }
     }
 
@@ -164,7 +176,7 @@ mod tests {
     use crate::fleet::testing::start;
 
     fn table(per_key_max: usize) -> Table {
-        Table { agents: BTreeMap::new(), per_key_max }
+        Table { agents: BTreeMap::new(), per_key_max, demands_tls: false }
     }
 
     fn announcement(url: &str, is_leaving: bool) -> Announcement {
@@ -217,6 +229,13 @@ mod tests {
         assert_eq!(table.put(announcement("http://c:1", false), now), Err(Error::KeyShare(2)));
         let later = now + Duration::from_secs(10);
         table.put(announcement("http://c:1", false), later).unwrap();
+    }
+
+    #[test]
+    fn a_router_with_certificates_takes_no_plain_agent() {
+        let (mut table, now) = (Table { demands_tls: true, ..table(9) }, start());
+        assert_eq!(table.put(announcement("http://a:1", false), now), Err(Error::Plain));
+        table.put(announcement("https://a:1", false), now).unwrap();
     }
 
     #[test]

@@ -270,6 +270,7 @@ impl State {
         if let Some(why) = self.rejection(agent_index, &description) {
             return self.reject(agent_index, why, now);
         }
+        let id_warning = self.take_id_back(agent_index, &description.agent_id, now);
         self.accept(agent_index, description);
         let agent = self.agent_mut(agent_index);
         agent.link = Link::Up;
@@ -282,8 +283,10 @@ impl State {
             self.forecast.upsert(worker, session, now);
         }
         let left_out_count = self.view.sessions.replace(agent_index, sessions, now);
-        (left_out_count > 0)
-            .then(|| format!("sessions_max is reached, {left_out_count} sessions are left out"))
+        id_warning.or_else(|| {
+            (left_out_count > 0)
+                .then(|| format!("sessions_max is reached, {left_out_count} sessions are left out"))
+        })
     }
 
     /// Applies an agent's description of itself.

@@ -19,7 +19,7 @@ use super::{SharedState, respond, sessions::read_body};
 use crate::{
     auth::Caller,
     config::control_authority,
-    discovery::announce::{Announcement, TTL_MAX},
+    discovery::announce::{Announcement, Error, TTL_MAX},
 };
 
 /// The body of an announcement.
@@ -50,7 +50,12 @@ pub(super) async fn announce(
         let body: AnnounceBody = read_body(&shared, &caller, request, true).await?;
         let announcement = read_announcement(&caller, body)?;
         let ttl_ms = announcement.ttl.as_millis();
-        let refused = |error| Refusal::new(Code::AnnounceLimit, format!("{error}"));
+        let refused = |error| match error {
+            Error::Plain => forbidden(&format!("{error}")),
+            Error::KeyShare(_) | Error::Full => {
+                Refusal::new(Code::AnnounceLimit, format!("{error}"))
+            }
+        };
         announcements.put(announcement).map_err(refused)?;
         Ok(Json(json!({ "ttl_ms": u64::try_from(ttl_ms).unwrap_or(u64::MAX) })).into_response())
     };

@@ -2,7 +2,8 @@
 //!
 //! A rejected agent counts as lost, so it gets no turns. An agent is rejected while:
 //!
-//! - an agent at another address has the same id;
+//! - an agent at another address has the same id. One that another source than announcements lists
+//!   keeps its id against announced agents, also while it is down: an announcement is worth less;
 //! - only announcements list it, and none of them names the id that it describes;
 //! - only announcements list it, and it wants its turns at another host than the announced one. The
 //!   right to announce names hosts.
@@ -13,7 +14,10 @@ use http::uri::Authority;
 use proto::load::Description;
 
 use super::State;
-use crate::{config::control_authority, fleet::agent::Link};
+use crate::{
+    config::control_authority,
+    fleet::{agent::Link, membership::Source},
+};
 
 impl State {
     /// Returns why the agent of a slot is rejected with this description, if it is.
@@ -89,16 +93,71 @@ impl State {
         })
     }
 
-    /// Returns that another agent that is up has the same id, if one does.
+    /// Returns that another agent has the same id and keeps it, if one does.
     fn duplicate(&self, agent_index: usize, description: &Description) -> Option<String> {
-        let agents = self.view.agents.iter().enumerate();
-        let mut others = agents.filter(|(index, agent)| *index != agent_index && agent.is_up());
-        let (_, other) = others.find(|(_, agent)| {
-            let facts = agent.facts.as_ref();
-            facts.is_some_and(|facts| facts.description.agent_id == description.agent_id)
+        let agent_id = &description.agent_id;
+        let other = self.others_with_id(agent_index, agent_id).find(|&index| {
+            if self.is_only_announced(agent_index) && self.is_listed(index) {
+                true
+            } else if self.is_listed(agent_index) && self.is_only_announced(index) {
+                false
+            } else {
+                self.view.agents[index].is_up()
+            }
         })?;
         // Both are probably one agent under two addresses, whose capacity would count twice.
-        Some(format!("{} has the same agent id, {}", other.control_url, description.agent_id))
+        let control_url = &self.view.agents[other].control_url;
+        Some(format!("{control_url} has the same agent id, {agent_id}"))
+    }
+
+    /// Rejects the announced agents that are up with the id of this one, if another source lists
+    /// it. Returns a warning if there are any.
+    pub(super) fn take_id_back(
+        &mut self,
+        agent_index: usize,
+        agent_id: &str,
+        now: Instant,
+    ) -> Option<String> {
+        if !self.is_listed(agent_index) {
+            return None;
+        }
+        let is_impostor =
+            |index: &usize| self.is_only_announced(*index) && self.view.agents[*index].is_up();
+        let impostors = self.others_with_id(agent_index, agent_id).filter(is_impostor);
+        let impostors = Vec::from_iter(impostors);
+        let why = format!(
+            "announced as {agent_id}, which is the id of the listed agent at {}",
+            self.view.agents[agent_index].control_url
+        );
+        let mut urls = vec![];
+        for index in impostors {
+            self.reject(index, why.clone(), now);
+            self.update_rows(index);
+            urls.push(self.view.agents[index].control_url.clone());
+        }
+        (!urls.is_empty()).then(|| {
+            let urls = urls.join(", ");
+            format!("{agent_id} was announced at {urls}, which gets no more turns")
+        })
+    }
+
+    /// Whether another source than announcements lists the agent.
+    fn is_listed(&self, agent_index: usize) -> bool {
+        self.membership.sources(agent_index).iter().any(|source| *source != Source::Announce)
+    }
+
+    fn is_only_announced(&self, agent_index: usize) -> bool {
+        self.membership.sources(agent_index) == [Source::Announce]
+    }
+
+    /// Returns the slots of the other agents of the fleet that described themselves with this id.
+    fn others_with_id(&self, agent_index: usize, agent_id: &str) -> impl Iterator<Item = usize> {
+        let agents = self.view.agents.iter().enumerate();
+        agents.filter_map(move |(index, agent)| {
+            let has_id =
+                agent.phase.is_followed() && agent.facts.as_ref()?.description.agent_id == agent_id;
+            (has_id && index != agent_index).then_some(index)
+        })
     }
 }
 
@@ -108,7 +167,7 @@ mod tests {
 
     use super::*;
     use crate::fleet::{
-        membership::{AgentIds, Listing, Source, SourceList},
+        membership::{AgentIds, Listing, SourceList},
         state::{SourceNews, Update},
         testing::{description, start},
         worker::{WorkerRef, WorkerState},
@@ -150,6 +209,34 @@ mod tests {
         assert!(!state.agent_at(0).is_up());
         let worker = WorkerRef { agent: 0, dp_rank: 0 };
         assert_eq!(state.snapshot().state(worker, start()), WorkerState::Lost);
+    }
+
+    #[test]
+    fn a_listed_agent_keeps_its_id_against_an_announced_one() {
+        let other_url = "http://10.0.0.2:7";
+        let listed = |urls: &[&str]| SourceNews {
+            source: Source::File,
+            list: Some(urls.iter().map(|url| ((*url).to_owned(), Listing::Serving)).collect()),
+            agent_ids: AgentIds::new(),
+        };
+        // Whichever comes first, and also while the listed one is down.
+        let mut state = state(listed(&[other_url]));
+        state.apply_news(announced(&["w1"]), start());
+        let hear_at = |state: &mut State, index: usize| {
+            let description = description("w1", 1, 1);
+            state.apply(index, Update::StreamBegan { description, sessions: vec![] }, start())
+        };
+        assert_eq!(hear_at(&mut state, 1), None);
+        assert!(state.agent_at(1).is_up());
+        assert!(hear_at(&mut state, 0).unwrap().contains("gets no more turns"));
+        assert!(state.agent_at(0).is_up() && !state.agent_at(1).is_up());
+        state.apply(0, Update::AgentLost("gone".to_owned()), start());
+        hear_at(&mut state, 1);
+        assert!(!state.agent_at(1).is_up(), "the id is the listed agent's");
+        // Of two listed ones the first keeps it.
+        state.apply_news(listed(&[other_url, URL]), start());
+        assert_eq!(hear_at(&mut state, 1), None);
+        assert!(hear_at(&mut state, 0).unwrap().contains("has the same agent id"));
     }
 
     #[test]
