@@ -206,8 +206,12 @@ impl TokenChecker {
     }
 }
 
-/// Returns a claim: by its name, or by its JSON pointer if `name` begins with a slash.
+/// Returns a claim: by its name, or by its JSON pointer if `name` begins with a slash. An empty name
+/// is a setting that is not set: no claim, although a token may have one with that name.
 fn claim<'a>(claims: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
+    if name.is_empty() {
+        return None;
+    }
     let Some(pointer) = name.strip_prefix('/') else { return claims.get(name) };
     let (first, rest) = pointer.split_once('/').unwrap_or((pointer, ""));
     let value = claims.get(&first.replace("~1", "/").replace("~0", "~"))?;

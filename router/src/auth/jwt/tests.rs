@@ -206,6 +206,19 @@ fn claims_become_names_rights_and_limits() {
 }
 
 #[test]
+fn a_claim_without_a_name_gives_no_right() {
+    let unset = JwtTable { limits_claim: "berth_limits".to_owned(), ..settings() };
+    let token = sign(&claims(|claims| claims[""] = json!([""])));
+    let caller = check_with(unset, &token).unwrap();
+    assert!(!caller.is_admin, "no claim for admins is set");
+    let token = sign(&claims(|claims| claims[""] = json!({"requests_per_minute": 5})));
+    let caller = check_with(settings(), &token).unwrap();
+    assert_eq!(caller.limits.requests_per_minute, None, "no claim for limits is set");
+    let token = sign(&claims(|claims| claims[""] = json!("")));
+    assert!(!check_with(settings(), &token).unwrap().is_admin);
+}
+
+#[test]
 fn keys_that_can_not_be_used_are_left_out() {
     let secret = json!({"kty": "oct", "kid": "s", "k": "c2VjcmV0"});
     let unknown = json!({"kty": "new", "kid": "n"});
