@@ -6,11 +6,12 @@
 //!
 //! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
 //! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
-//! measures nothing. The child `pages` has the result of a page audit, `weights` names an engine's
-//! weights, `parts` has parts of a description, and `transfer` says how an engine hands over KV.
-//! The child `wire` converts from and to the wire format and rejects impossible values, so the
-//! router doesn't check again.
+//! measures nothing. The child `bounds` says how much an agent may report, `pages` has the result
+//! of a page audit, `weights` names an engine's weights, `parts` has parts of a description, and
+//! `transfer` says how an engine hands over KV. The child `wire` converts from and to the wire
+//! format and rejects impossible values, so the router doesn't check again.
 
+mod bounds;
 mod pages;
 mod parts;
 mod transfer;
@@ -22,23 +23,13 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use self::{
+    bounds::RANKS_MAX,
     pages::{NamedFinding, PageAudit, PageClasses, PageFinding},
     parts::{FunctionOff, ModelFiles, RetentionOff},
     transfer::{EngineRole, KvTransfer},
     weights::{InvalidWeights, WEIGHTS, WantedWeights, Weights},
 };
 use crate::id::{self, Digest, SessionKey};
-
-/// The most ranks of an agent. No engine has nearly as many.
-pub const RANKS_MAX: usize = 1024;
-/// The most devices of a rank: those of its tensor and pipeline parallel processes.
-pub const DEVICES_MAX: usize = 64;
-/// The most names of models, adapters, versions or functions in one description.
-pub const NAMES_MAX: usize = 16 * 1024;
-/// The largest number of tokens or bytes that a worker can have: 16 TiB.
-pub const FIGURE_MAX: u64 = 1 << 44;
-/// The largest count of turns or sessions that a worker can have.
-pub const COUNT_MAX: u32 = 1 << 24;
 
 /// How an engine keeps a session's KV between turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -12,16 +12,15 @@ use std::time::Duration;
 use http::uri::Authority;
 
 use super::{
-    COUNT_MAX, DEVICES_MAX, Description, Device, EngineFacts, Error, FIGURE_MAX, Figure,
-    KvTransfer, LoadReport, ModelFiles, NAMES_MAX, PageAudit, PromptPlace, PromptRole, RANKS_MAX,
-    Rank, RankLoad, Retention, RetentionOff, Session, SessionState, Source, StagedPrefill,
-    VolatilePrefix, Weights,
+    Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
+    PromptPlace, PromptRole, Rank, RankLoad, Retention, RetentionOff, Session, SessionState,
+    Source, StagedPrefill, VolatilePrefix, Weights,
+    bounds::{
+        DEVICES_MAX, NAMES_MAX, check_figure, check_length, check_rank_order, check_turns,
+        impossible,
+    },
 };
 use crate::{id::Digest, v1};
-
-fn impossible(field: &'static str, value: impl Into<u64>) -> Error {
-    Error::Impossible { field, value: value.into() }
-}
 
 /// Implements the conversions between a domain enum and its wire enum. Variants with the same name
 /// match. `$field` is the name in error messages.
@@ -90,20 +89,6 @@ fn read_figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
     wire.map(Figure::try_from).transpose()
 }
 
-/// Rejects a number of tokens or bytes that no worker has. So sums of some of them are right.
-fn check_figure(field: &'static str, value: u64) -> Result<(), Error> {
-    if value > FIGURE_MAX { Err(impossible(field, value)) } else { Ok(()) }
-}
-
-fn check_count(field: &'static str, value: u32) -> Result<(), Error> {
-    if value > COUNT_MAX { Err(impossible(field, value)) } else { Ok(()) }
-}
-
-/// Rejects a list that is longer than any agent's, and would take the router's memory.
-fn check_length(field: &'static str, length: usize, length_max: usize) -> Result<(), Error> {
-    if length > length_max { Err(impossible(field, length as u64)) } else { Ok(()) }
-}
-
 fn read_devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
     check_length("the number of devices", wire.len(), DEVICES_MAX)?;
     wire.into_iter().map(Device::try_from).collect()
@@ -165,7 +150,7 @@ impl TryFrom<v1::Rank> for Rank {
         if wire.rows == 0 {
             return Err(impossible("rows", 0_u32));
         }
-        check_count("rows", wire.rows)?;
+        check_turns("rows", wire.rows)?;
         check_figure("pool_tokens", wire.pool_tokens)?;
         Ok(Self {
             dp_rank: wire.dp_rank,
@@ -185,19 +170,6 @@ impl From<Rank> for v1::Rank {
             devices: rank.devices.into_iter().map(Into::into).collect(),
         }
     }
-}
-
-/// Checks that there is at least one rank, and at most [`RANKS_MAX`], numbered 0, 1, 2 and so on.
-/// Code that reads a report uses a rank's number as the rank's index in the list.
-fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
-    let mut count = 0_u32;
-    for rank in ranks {
-        if rank != count || rank as usize >= RANKS_MAX {
-            return Err(impossible("dp_rank", rank));
-        }
-        count += 1;
-    }
-    if count == 0 { Err(Error::Missing("ranks")) } else { Ok(()) }
 }
 
 impl TryFrom<v1::ModelFiles> for ModelFiles {
@@ -313,7 +285,7 @@ impl TryFrom<v1::Session> for Session {
     type Error = Error;
 
     fn try_from(wire: v1::Session) -> Result<Self, Error> {
-        check_count("turns_running", wire.turns_running)?;
+        check_turns("turns_running", wire.turns_running)?;
         if wire.exclusive && wire.turns_running > 1 {
             return Err(impossible("turns_running", wire.turns_running));
         }
@@ -419,7 +391,7 @@ impl TryFrom<v1::RankLoad> for RankLoad {
             ("sessions", load.sessions),
             ("turns_queued", load.turns_queued),
         ] {
-            check_count(field, count)?;
+            check_turns(field, count)?;
         }
         if let Some(staged_prefill) = load.staged_prefill {
             check_figure("the tokens of staged prefills", staged_prefill.tokens)?;
@@ -585,7 +557,7 @@ mod tests {
             }),
             ("more devices than any rank has", |r| {
                 let device = v1::Device { uuid: "GPU-1".into(), ..Default::default() };
-                r.ranks[0].devices = vec![device; 65];
+                r.ranks[0].devices = vec![device; 257];
             }),
             ("more tokens than any memory holds", |r| {
                 r.ranks[0].prefill_backlog_tokens = Some(tokens(u64::MAX).into());

@@ -186,7 +186,7 @@ struct ResetPace(HashMap<u32, Instant>);
 impl ResetPace {
     /// Waits, if the change is a reset that comes too soon after the rank's last one.
     async fn wait_before(&mut self, RankChange { dp_rank, change }: &RankChange) {
-        if !matches!(change, Change::Reset { .. } | Change::Unknown { .. }) {
+        if !matches!(change, Change::Reset { .. }) {
             return;
         }
         if let Some(last) = self.0.get(dp_rank) {

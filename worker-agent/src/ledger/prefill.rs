@@ -11,6 +11,8 @@
 
 use std::time::Instant;
 
+use proto::count::COUNT_MAX;
+
 /// An interval with fewer tokens is ignored, because it measures mostly the fixed cost of a pass.
 /// At 20,000 tokens/s, 256 tokens take 13 ms, and the fixed cost may be 10 ms.
 const INTERVAL_TOKENS_MIN: u64 = 256;
@@ -81,7 +83,7 @@ impl PrefillRate {
             return None;
         }
         let rate = u128::from(self.tokens_sum) * 1_000_000 * FS_PER_US / self.busy_fs_sum.max(1);
-        Some((u64::try_from(rate).unwrap_or(u64::MAX).max(1), self.measured_at?))
+        Some((u64::try_from(rate).unwrap_or(COUNT_MAX).clamp(1, COUNT_MAX), self.measured_at?))
     }
 
     fn is_sound(&self) -> bool {
