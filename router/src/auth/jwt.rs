@@ -206,8 +206,8 @@ impl TokenChecker {
     }
 }
 
-/// Returns a claim: by its name, or by its JSON pointer if `name` begins with a slash. An empty name
-/// is a setting that is not set: no claim, although a token may have one with that name.
+/// Returns a claim: by its name, or by its JSON pointer if `name` begins with a slash. An empty
+/// name is a setting that is not set: no claim, although a token may have one with that name.
 fn claim<'a>(claims: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
     if name.is_empty() {
         return None;
