@@ -11,7 +11,7 @@ mod identity;
 mod members;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashSet},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -302,8 +302,9 @@ impl State {
         if let Some(why) = self.rejection(agent_index, &description) {
             return self.reject(agent_index, why, now);
         }
+        let warning = self.take_id_back(agent_index, &description.agent_id, now);
         self.accept(agent_index, description);
-        None
+        warning
     }
 
     /// Takes over the description of an agent that is the one that it should be.
@@ -346,6 +347,10 @@ impl State {
         let demand = |worker| *self.view.reuse_demand(worker);
         self.view.worker_table.check_invariants(&self.view.agents, demand);
         assert_eq!(self.view.agents.len(), self.membership.slot_count());
+        let up = self.view.agents.iter().filter(|agent| agent.is_up());
+        let mut ids = HashSet::new();
+        let mut facts = up.filter_map(|agent| agent.facts.as_ref());
+        assert!(facts.all(|facts| ids.insert(&facts.description.agent_id)), "an id is up twice");
         for (index, agent) in self.view.agents.iter().enumerate() {
             assert_eq!(agent.phase, self.membership.phase(index));
             assert_eq!(agent.control_url, self.membership.control_url(index));

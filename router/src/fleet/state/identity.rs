@@ -16,7 +16,10 @@ use proto::load::Description;
 use super::State;
 use crate::{
     config::control_authority,
-    fleet::{agent::Link, membership::Source},
+    fleet::{
+        agent::Link,
+        membership::{Phase, Source},
+    },
 };
 
 impl State {
@@ -97,7 +100,8 @@ impl State {
     fn duplicate(&self, agent_index: usize, description: &Description) -> Option<String> {
         let agent_id = &description.agent_id;
         let other = self.others_with_id(agent_index, agent_id).find(|&index| {
-            if self.is_only_announced(agent_index) && self.is_listed(index) {
+            let is_member = self.view.agents[index].phase == Phase::Member;
+            if self.is_only_announced(agent_index) && self.is_listed(index) && is_member {
                 true
             } else if self.is_listed(agent_index) && self.is_only_announced(index) {
                 false
