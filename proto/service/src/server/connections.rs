@@ -154,8 +154,8 @@ impl<H> ConnectionTable<H> {
 
     /// Removes the connection that has been idle for longest, and returns it to be closed.
     pub(super) fn evict_longest_idle(&mut self) -> Option<H> {
-        let (_, &id) = self.idle.first_key_value()?;
-        self.remove(id)
+        let longest_idle = self.idle.first_key_value().map(|(_, &id)| id);
+        self.remove(self.longest_idle_in_reserve().or(longest_idle)?)
     }
 
     /// Records that the header of a request of `peer` has arrived. If the connection has no usual

@@ -17,9 +17,9 @@ use super::{
 };
 use crate::clock::now;
 
-/// Time that an idle connection has at least for its next request, whatever else connects: about
-/// what a client takes that has just been answered. A port accepts at least as many connections in
-/// this time as there are idle ones and reserve places, 54 on a system with few descriptors.
+/// Time that an idle connection usually has for its next request, whatever else connects: about
+/// what a client takes that has just been answered. In this time a port accepts as many connections
+/// as the new one's peer has idle ones, and 16 for the reserve.
 const IDLE_TIME_MIN: Duration = Duration::from_millis(2);
 
 /// The address of the client's end of a connection. Every request has it as an extension.
