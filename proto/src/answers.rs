@@ -9,7 +9,11 @@
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
-use crate::{body::Object, route::Kind};
+use crate::{
+    body::Object,
+    flags::{NotAFlag, read_flag},
+    route::Kind,
+};
 
 /// Whether the body asks for one answer to one prompt.
 #[must_use]
@@ -23,9 +27,12 @@ pub fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
         Kind::Generate => {
             let sampling = object.get("sampling_params");
             let has_sampling_list = sampling.is_some_and(|params| params.get().starts_with('['));
-            let has_several_answers = sampling
-                .and_then(|params| Object::parse(params.get().as_bytes()).ok())
-                .is_some_and(|params| is_more_than_one(params.get("n")));
+            // What only the engine can read may ask for several.
+            let has_several_answers = sampling.is_some_and(|params| {
+                let object = Object::parse(params.get().as_bytes());
+                params.get().starts_with('{')
+                    && object.map_or(true, |params| is_more_than_one(params.get("n")))
+            });
             let has_text_list = object.get("text").is_some_and(|text| text.get().starts_with('['));
             // Embeddings replace the prompt's tokens, so a session has nothing to append.
             let has_embeds =
@@ -90,9 +97,11 @@ fn elements(value: Option<&RawValue>, is_begin: impl Fn(u8) -> bool) -> u32 {
 
 /// Returns the answers to each prompt of `/generate`: of a list, the most that an element asks for.
 fn sampled_answers(sampling: &RawValue) -> u32 {
-    let of_one = |one: &RawValue| {
-        let object = Object::parse(one.get().as_bytes()).ok();
-        object.and_then(|object| object.get("n").map(read_number)).unwrap_or(1)
+    let of_one = |one: &RawValue| match Object::parse(one.get().as_bytes()) {
+        Ok(object) => object.get("n").map_or(1, read_number),
+        // An object that only the engine can read may ask for any number.
+        Err(_) if one.get().starts_with('{') => u32::MAX,
+        Err(_) => 1,
     };
     if sampling.get().starts_with('[') {
         let list = serde_json::from_str::<Vec<&RawValue>>(sampling.get()).unwrap_or_default();
@@ -109,11 +118,16 @@ fn read_number(value: &RawValue) -> u32 {
     text.parse::<f64>().map_or(1, |number| number.ceil() as u32)
 }
 
-/// Whether the body asks for an answer that is made after the response has ended.
-#[must_use]
-pub fn runs_in_background(kind: Kind, object: &Object<'_>) -> bool {
-    let is_true = |value: &RawValue| value.get() == "true";
-    kind == Kind::Responses && object.get("background").is_some_and(is_true)
+/// Whether the body asks for an answer that is made after the response has ended: by a response in
+/// the background, or by SGLang's own flag, by which the engine goes on without its client.
+///
+/// # Errors
+/// If the engine can't read the member either.
+pub fn runs_in_background(kind: Kind, object: &Object<'_>) -> Result<bool, NotAFlag> {
+    match kind {
+        Kind::Responses | Kind::Generate | Kind::Encode => read_flag(object.get("background")),
+        _ => Ok(false),
+    }
 }
 
 /// Returns the first byte inside an array that isn't white space, which is `]` in an empty array.
@@ -157,5 +171,30 @@ mod tests {
             let is_single = has_single_answer(kind, &object);
             assert!(wanted == 1 || !is_single || matches!(kind, Kind::Rerank), "{body}");
         }
+    }
+
+    #[test]
+    fn parameters_that_only_the_engine_can_read_hide_no_answers() {
+        let members: String = (0..5_000).map(|number| format!(r#""k{number}":1,"#)).collect();
+        let body = format!(r#"{{"text":"a","sampling_params":{{{members}"n":5}}}}"#);
+        let object = Object::parse(body.as_bytes()).unwrap();
+        assert!(!has_single_answer(Kind::Generate, &object));
+        assert_eq!(count_sequences(Kind::Generate, &object), u32::MAX);
+    }
+
+    #[test]
+    fn whatever_the_engine_reads_as_true_runs_in_the_background() {
+        let read = |kind, text: &str| {
+            let body = format!(r#"{{"background":{text}}}"#);
+            runs_in_background(kind, &Object::parse(body.as_bytes()).unwrap())
+        };
+        for kind in [Kind::Responses, Kind::Generate, Kind::Encode] {
+            for text in ["true", "1", r#""true""#, r#""on""#] {
+                assert_eq!(read(kind, text), Ok(true), "{text}");
+            }
+            assert_eq!(read(kind, "0"), Ok(false));
+            assert_eq!(read(kind, "[]"), Err(NotAFlag));
+        }
+        assert_eq!(read(Kind::Chat, "true"), Ok(false), "the engine doesn't know it there");
     }
 }

@@ -33,6 +33,7 @@ pub mod bootstrap;
 pub mod claim;
 pub mod control;
 pub mod count;
+pub mod flags;
 pub mod gaps;
 pub mod hints;
 pub mod id;

@@ -119,7 +119,7 @@ impl Head<'_> {
         let answer_tokens = hints::answer_tokens(nvext.agent_hints.as_ref());
         let unfit = Unfit {
             has_several_answers: !has_single_answer(kind, &object),
-            is_background: runs_in_background(kind, &object),
+            is_background: runs_in_background(kind, &object).unwrap_or(true),
         };
         let pairs = pair::find_use(kind, &object, unfit);
         let sequences = count_sequences(kind, &object);

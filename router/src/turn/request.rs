@@ -286,7 +286,7 @@ pub fn read_object(
         weights: header_weights(headers)?,
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
-        wants_stream: object.get("stream").is_some_and(|value| value.get() == "true"),
+        wants_stream: proto::flags::read_flag(object.get("stream")).unwrap_or(false),
         ..Turn::default()
     })
 }

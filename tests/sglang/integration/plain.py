@@ -85,3 +85,30 @@ def test_the_workers(fleet: Fleet) -> None:
     answer = wire.get(f"{fleet.router_url}/v1/workers")
     assert answer.status == 200, f"the status of {answer}"
     assert f'"{WORKER}' in answer.body.decode(), f"no worker {WORKER!r} in {answer}"
+
+
+def test_flags_in_other_forms_mean_to_berth_what_they_mean_to_the_engine(fleet: Fleet) -> None:
+    bodies = {
+        "/generate": {"text": "Ships", "sampling_params": {"max_new_tokens": 2, "temperature": 0}},
+        "/v1/chat/completions": {"model": MODEL, "messages": QUESTION, "max_tokens": 2},
+        "/v1/messages": {"model": MODEL, "messages": QUESTION, "max_tokens": 2},
+    }
+    forms = [True, "true", 1, 1.0, "On", "y", False, "false", 0, "OFF", None, 2, "perhaps", [], {}]
+    differ = []
+    for path, body in bodies.items():
+        for form in forms:
+            shown = []
+            for url in (fleet.engine_url, fleet.router_url):
+                answer = wire.post(f"{url}{path}", {**body, "stream": form})
+                shown.append((answer.status, answer.headers["content-type"].split(";")[0]))
+            if shown[0] != shown[1]:
+                differ.append(f"{path} {form!r}: engine {shown[0]}, router {shown[1]}")
+    assert not differ, "\n".join(differ)
+
+
+def test_a_turn_that_would_run_on_without_its_client_is_refused(fleet: Fleet) -> None:
+    body = {"text": "Ships", "sampling_params": {"max_new_tokens": 2}}
+    for form in (True, "true", 1, "on"):
+        answer = wire.post(f"{fleet.router_url}/generate", {**body, "background": form})
+        assert answer.headers.get("x-berth-refusal") == "background_unsupported", f"{form!r}: {answer}"
+    assert wire.post(f"{fleet.router_url}/generate", {**body, "background": "no"}).status == 200

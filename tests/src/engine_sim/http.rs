@@ -23,6 +23,7 @@ use bytes::Bytes;
 use http_body_util::BodyExt as _;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use proto::flags::read_flag;
 use serde_json::{Value, json};
 use std::{
     collections::VecDeque,
@@ -406,12 +407,27 @@ impl<S: Send + Sync> FromRequest<S> for JsonObject {
         let body =
             Bytes::from_request(request, state).await.map_err(IntoResponse::into_response)?;
         let problem = match serde_json::from_slice(&body) {
-            Ok(Value::Object(map)) => return Ok(Self(map)),
+            Ok(Value::Object(mut map)) => match coerce_flags(&mut map) {
+                Ok(()) => return Ok(Self(map)),
+                Err(problem) => return Err(validation_error(&[problem])),
+            },
             Ok(_) => "expected an object".to_owned(),
             Err(error) => format!("JSON decode error {error}"),
         };
         Err(validation_error(&[format!("  body: {problem}")]))
     }
+}
+
+/// Makes constants of the flags that come in another form, as the models of SGLang's routes do.
+/// Fails with what the engine says of a flag that is none.
+fn coerce_flags(body: &mut serde_json::Map<String, Value>) -> Result<(), String> {
+    for name in ["stream", "background"] {
+        let Some(value) = body.get_mut(name) else { continue };
+        let written = serde_json::value::to_raw_value(value).expect("a value can be written");
+        let flag = read_flag(Some(&written));
+        *value = flag.map_err(|_| format!("  {name}: Input should be a valid boolean"))?.into();
+    }
+    Ok(())
 }
 
 /// Returns the whole seconds of a wall-clock time.

@@ -9,6 +9,7 @@
 //! beginning (from `prompt_start`), and which KV the turn can continue (from `kv_identity`). This
 //! module does no I/O. The session table decides whether the turn may run.
 
+mod flags;
 mod kv_identity;
 mod prompt_start;
 
@@ -17,7 +18,7 @@ use std::{fmt, sync::Arc};
 use bytes::Bytes;
 use proto::{
     abort::TurnNames,
-    answers::{count_sequences, first_byte_inside, has_single_answer, runs_in_background},
+    answers::{count_sequences, first_byte_inside, has_single_answer},
     body::{self, OWNED_KEYS, Object, Part},
     bootstrap::{Bootstrap, Half},
     hints::TurnHints,
@@ -120,14 +121,7 @@ pub fn parse(context: &BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refu
              or leave the session out",
         ));
     }
-    let is_true = |key| object.get(key).is_some_and(|value| value.get() == "true");
-    if runs_in_background(kind, &object) {
-        return Err(Refusal::new(
-            Code::BackgroundUnsupported,
-            "a turn in the background would run on after its answer, and its result be lost with \
-             the engine: leave `background` out, and read the answer",
-        ));
-    }
+    let wants_stream = flags::read_wants_stream(kind, &object)?;
     let rid_key = kind.rid_key();
     let client_rid = rid_key.and_then(|key| object.get(key)).map(|rid| shorten(rid.get()));
     let mut owned_keys = OWNED_KEYS.to_vec();
@@ -158,7 +152,7 @@ pub fn parse(context: &BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refu
         client_rid,
         names: TurnNames::in_body(kind, &object),
         reach: abort_reach(kind, &object, has_single_answer),
-        wants_stream: is_true("stream"),
+        wants_stream,
         has_single_answer,
         lacks_priority: takes_priority && !has_priority,
         added_priority: None,
@@ -626,8 +620,30 @@ mod tests {
         for retention in [None, Some(Retention::Tagged)] {
             assert_eq!(sent(Kind::Responses, retention, later), Err(Code::BackgroundUnsupported));
         }
+        for odd in [r#""on""#, "1", r#""TRUE""#] {
+            let later = format!(r#"{{"text":"a","background":{odd}}}"#);
+            let refused = sent(Kind::Generate, None, &later);
+            assert_eq!(refused, Err(Code::BackgroundUnsupported), "{odd}");
+        }
         assert!(sent(Kind::Responses, None, r#"{"input":"a","background":false}"#).is_ok());
         assert!(sent(Kind::Chat, None, r#"{"messages":[],"background":true}"#).is_ok());
+    }
+
+    #[test]
+    fn no_client_reaches_into_the_engine() {
+        for member in [
+            r#""encoder_urls":["http://evil.example"]"#,
+            r#""http_worker_ipc":"ipc:///tmp/x""#,
+            r#""kv_hints":{}"#,
+            r#""conversation_id":"other""#,
+            r#""stream":"perhaps""#,
+        ] {
+            let body = format!(r#"{{"text":"a",{member}}}"#);
+            assert_eq!(sent(Kind::Generate, None, &body), Err(Code::InvalidField), "{member}");
+        }
+        assert!(sent(Kind::Generate, None, r#"{"text":"a","kv_hints":null}"#).is_ok());
+        let of_program = r#"{"messages":[],"conversation_id":"mine"}"#;
+        assert!(sent(Kind::Chat, None, of_program).is_ok(), "the engine doesn't read it there");
     }
 
     #[test]

@@ -110,6 +110,10 @@ codes! {
         AdminOnly "admin_only" FORBIDDEN Both AfterChange,
             "the route is for operators",
             "send a key with `admin = true`; on an admin port without keys, ask from its host";
+        ForeignPage "foreign_page" FORBIDDEN Router AfterChange,
+            "a page of another origin, or a request to a name that is none of the router's host, \
+             reached a router without keys",
+            "list the page in `listen.cors_origins`, or the name in `listen.allowed_hosts`";
         ScrapeKey "scrape_key" FORBIDDEN Router AfterChange,
             "a key for monitoring was sent to the data port",
             "send a client's key";
@@ -381,7 +385,7 @@ codes! {
         InvalidSessionId "invalid_session_id" BAD_REQUEST Router AfterChange,
             "the id has not 1 to 256 bytes",
             "use another id";
-        InvalidField "invalid_field" BAD_REQUEST Router AfterChange,
+        InvalidField "invalid_field" BAD_REQUEST Both AfterChange,
             "a header or member has a wrong type or value",
             "mend it; the message names it";
         NotIsolated "not_isolated" BAD_REQUEST Router AfterChange,

@@ -36,6 +36,14 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         ("tests/auth.rs", "only_admins_see_the_fleet_and_why_turns_went_where", "admin_only"),
     ),
     (
+        Code::ForeignPage,
+        (
+            "tests/router/routes.rs",
+            "a_web_page_does_not_drive_a_router_without_keys",
+            "foreign_page",
+        ),
+    ),
+    (
         Code::ScrapeKey,
         ("tests/auth.rs", "only_admins_see_the_fleet_and_why_turns_went_where", "scrape_key"),
     ),
