@@ -2,7 +2,7 @@
 //!
 //! The router strips a client's request before it sends the request to an agent, and the agent
 //! before it sends the request to the engine ([`strip_request`]). Both strip the answers on their
-//! way back ([`remove_hop_by_hop`]). This module adds no header.
+//! way back ([`strip_answer`]). This module adds no header.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::claim;
@@ -22,12 +22,14 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 /// The header by which a client can choose the engine's DP rank. On the OpenAI routes, it takes
 /// precedence over the rank in the body.
 const ENGINE_RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+/// The beginning of the names of headers by which a server lets pages read its answers.
+const CORS_PREFIX: &str = "access-control-";
 /// The beginning of the names of headers that override members of the body inside the engine.
 const ENGINE_OVERRIDE_PREFIX: &str = "x-override-";
 
 /// Removes the headers that concern one connection only: the known ones, and those that the header
 /// `Connection` names.
-pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
+fn remove_hop_by_hop(headers: &mut HeaderMap) {
     let named_in_connection: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
@@ -36,6 +38,25 @@ pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
         .filter_map(|name| name.trim().parse().ok())
         .collect();
     for name in named_in_connection.iter().chain(&HOP_BY_HOP) {
+        headers.remove(name);
+    }
+}
+
+/// Removes the headers of an answer that must not reach the client: those that concern one
+/// connection only, and those by which an engine would speak to browsers or name its own address.
+/// Pages of which origins may read an answer is the router's decision.
+pub fn strip_answer(headers: &mut HeaderMap) {
+    remove_hop_by_hop(headers);
+    for name in [header::SET_COOKIE, header::LOCATION] {
+        headers.remove(name);
+    }
+    remove_with_prefix(headers, CORS_PREFIX);
+}
+
+fn remove_with_prefix(headers: &mut HeaderMap, prefix: &str) {
+    let found: Vec<HeaderName> =
+        headers.keys().filter(|name| name.as_str().starts_with(prefix)).cloned().collect();
+    for name in found {
         headers.remove(name);
     }
 }
@@ -53,14 +74,7 @@ pub fn strip_request(headers: &mut HeaderMap) {
     for name in claim::TRUSTED {
         headers.remove(name);
     }
-    let overrides: Vec<HeaderName> = headers
-        .keys()
-        .filter(|name| name.as_str().starts_with(ENGINE_OVERRIDE_PREFIX))
-        .cloned()
-        .collect();
-    for name in overrides {
-        headers.remove(name);
-    }
+    remove_with_prefix(headers, ENGINE_OVERRIDE_PREFIX);
 }
 
 #[cfg(test)]
@@ -86,6 +100,21 @@ mod tests {
         all.insert(header::CONNECTION, HeaderValue::from_static("x-mine, close"));
         remove_hop_by_hop(&mut all);
         assert_eq!(names(&all), ["content-length", "x-other"]);
+    }
+
+    #[test]
+    fn an_engine_speaks_to_no_browser() {
+        let mut all = headers(&[
+            "access-control-allow-origin",
+            "access-control-allow-credentials",
+            "set-cookie",
+            "location",
+            "connection",
+            "content-type",
+            "retry-after",
+        ]);
+        strip_answer(&mut all);
+        assert_eq!(names(&all), ["content-type", "retry-after"]);
     }
 
     #[test]

@@ -34,7 +34,7 @@ use proto::{
     route::Kind,
 };
 use service::{
-    clock::now, headers::remove_hop_by_hop, tls::client::is_certificate_refused,
+    clock::now, headers::strip_answer, tls::client::is_certificate_refused,
     traces::record::SpanKind,
 };
 use tokio::time::Sleep;
@@ -229,7 +229,7 @@ pub(crate) fn build_answer(
         }
     }
     let (mut parts, agent_body) = response.into_parts();
-    remove_hop_by_hop(&mut parts.headers);
+    strip_answer(&mut parts.headers);
     parts.headers.remove(header::CONTENT_LENGTH);
     parts.headers.insert(claim::TURN, turn_id_header(outbound.turn_id));
     parts.headers.insert(PLACEMENT_HEADER, HeaderValue::from_static(placed.reason.as_str()));

@@ -14,7 +14,7 @@ use http_body_util::Full;
 use proto::{body::Object, route::Kind, turn_rid::TurnRid};
 use service::{
     clock::now,
-    headers::{remove_hop_by_hop, strip_request},
+    headers::{strip_answer, strip_request},
 };
 
 use super::{
@@ -96,7 +96,7 @@ pub(crate) async fn ask_engine(
         SendError::Http(source) => NoAnswer::Connect { worker, source },
     })?;
     let (mut parts, body) = answer.into_parts();
-    remove_hop_by_hop(&mut parts.headers);
+    strip_answer(&mut parts.headers);
     parts.version = http::Version::HTTP_11;
     parts.extensions.clear();
     Ok(Response::from_parts(parts, axum::body::Body::new(body)))

@@ -14,7 +14,7 @@ use std::{sync::Arc, time::Duration};
 
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use proto::{
     abort::REQUEST_ID,
     bootstrap::Bootstrap,
@@ -29,7 +29,7 @@ use service::{
     budget::{BodyBudget, HeldBody},
     clock::now,
     descriptors,
-    headers::{remove_hop_by_hop, strip_request},
+    headers::{strip_answer, strip_request},
     places::{INLINE_BYTES_MAX, Places},
     refusal::{Code, Refusal},
     tasks::Tasks,
@@ -471,7 +471,11 @@ fn set_credential(context: &TurnContext, caller: Caller, headers: &mut HeaderMap
 
 /// Returns the head of the engine's answer without the headers of the connection to the engine.
 fn response_head(mut head: http::response::Parts) -> http::response::Parts {
-    remove_hop_by_hop(&mut head.headers);
+    strip_answer(&mut head.headers);
+    if head.status.is_informational() {
+        // Another protocol would begin here, past all that is counted and checked.
+        head.status = StatusCode::BAD_GATEWAY;
+    }
     head.version = http::Version::HTTP_11;
     head.extensions = http::Extensions::new();
     head
