@@ -152,7 +152,7 @@ async fn send_without_reading(addr: SocketAddr, tokens: u32) -> TcpStream {
     body["stream"] = true.into();
     let body = body.to_string();
     let head = format!(
-        "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+        "POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
          content-length: {}\r\n\r\n",
         body.len()
     );

@@ -78,6 +78,12 @@ pub const CONTROL_ROUTES: [ControlRoute; 19] = [
 ];
 
 impl ControlRoute {
+    /// Returns the route of a path, if it is one.
+    #[must_use]
+    pub fn for_path(path: &str) -> Option<Self> {
+        CONTROL_ROUTES.into_iter().find(|route| route.path == path)
+    }
+
     /// Whether the route takes requests with this method.
     #[must_use]
     pub fn takes(&self, method: &Method) -> bool {

@@ -97,6 +97,12 @@ impl Authenticator {
         Self { keys, tokens, anonymous }
     }
 
+    /// Whether no credential is needed.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.anonymous.is_some()
+    }
+
     /// Returns the caller of a request with these headers.
     ///
     /// # Errors

@@ -180,6 +180,12 @@ impl Config {
                  if it isn't the usual one, or *"
             ));
         }
+        let is_host = |host: &&String| {
+            host.parse::<http::uri::Authority>().is_ok_and(|parsed| parsed.host() == host.as_str())
+        };
+        for host in self.listen.allowed_hosts.iter().filter(|host| !is_host(host)) {
+            problems.push(format!("listen.allowed_hosts: {host:?} is no name of a host"));
+        }
         problems.extend(self.time_problems());
         problems.extend(self.connections.problems());
         problems.extend(self.claims.problems());
@@ -289,8 +295,7 @@ impl Config {
 
 /// Whether a text is `*`, or an origin as browsers write it: scheme, host and an unusual port.
 fn is_origin(text: &str) -> bool {
-    let is_url =
-        |uri: Uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some();
+    let is_url = |uri: Uri| uri.scheme_str().is_some() && uri.authority().is_some();
     let has_path = text.splitn(4, '/').count() > 3;
     text == "*" || (!has_path && text.parse().is_ok_and(is_url))
 }

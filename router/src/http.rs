@@ -10,7 +10,8 @@
 //! - `page`: which part of such a list a request asks for.
 //! - `fleet_sessions`: the sessions of all clients, for admins. `dashboard`: a page that shows all.
 //! - `sessions`: opens, closes, demotes and shows sessions. `workers`: the state of each worker.
-//! - `prepare`: CORS, a slash at the end of the path, compressed bodies.
+//! - `prepare`: CORS, a slash at the end of the path, compressed bodies. `pages`: keeps web pages
+//!   from driving a router without keys.
 //! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
 //! - `waiting`: shows a client that its turn waits.
 //! - `openapi`: describes these routes. `access`: the access log.
@@ -33,6 +34,7 @@ mod health;
 mod models;
 pub(crate) mod openapi;
 mod page;
+mod pages;
 mod placements;
 mod prepare;
 mod responses;
@@ -57,9 +59,10 @@ use service::{
     server::HeldByAnswer,
 };
 
-use self::waiting::ErrorForm;
+use self::{pages::Pages, waiting::ErrorForm};
 use crate::{
     auth::Caller,
+    config::tables::ListenTable,
     turn::{
         self,
         access_log::AccessEntry,
@@ -80,8 +83,9 @@ fn id(path: IdPath) -> Result<String, Refusal> {
     path.map(|Path(id)| id).map_err(|rejection| errors::path_refusal(&rejection))
 }
 
-/// Builds the HTTP service with all routes. Pages of `cors_origins` may read the answers.
-pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Router {
+/// Builds the HTTP service with all routes. Pages of `listen.cors_origins` may read the answers.
+pub(crate) fn build_routes(shared: Arc<Shared>, listen: &ListenTable) -> Router {
+    let pages = Pages::new(Arc::clone(&shared), listen);
     let mut routes = Router::new();
     for Route { path, kind } in ROUTES.into_iter().filter(|route| is_passed_on(route.kind)) {
         let filters = kind.methods().iter().cloned().map(|method| {
@@ -118,9 +122,10 @@ pub(crate) fn build_routes(shared: Arc<Shared>, cors_origins: &[String]) -> Rout
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), prepare::decompress))
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), identify_caller))
+        .layer(middleware::from_fn_with_state(pages, pages::guard))
         .layer(access_layer)
         .with_state(shared);
-    prepare::wrap(routes, cors_origins)
+    prepare::wrap(routes, &listen.cors_origins)
 }
 
 /// Whether requests of this kind go to a worker as they are. The router has answers of its own to

@@ -342,7 +342,7 @@ async fn a_client_that_leaves_mid_delete_has_still_closed() {
         router.call(Method::POST, OPEN, &[], body).await;
         let path = format!("/v1/sessions/s{round}");
         let mut tcp = tokio::net::TcpStream::connect(router.data()).await.unwrap();
-        let request = format!("DELETE {path} HTTP/1.1\r\nhost: x\r\n\r\n");
+        let request = format!("DELETE {path} HTTP/1.1\r\nhost: localhost\r\n\r\n");
         tokio::io::AsyncWriteExt::write_all(&mut tcp, request.as_bytes()).await.unwrap();
         drop(tcp);
         wait_until("it is closed", async || a.session_count() == 0).await;

@@ -126,6 +126,49 @@ async fn a_page_may_call_the_router_only_from_a_listed_origin() {
 }
 
 #[tokio::test]
+async fn a_web_page_does_not_drive_a_router_without_keys() {
+    let a = Agent::start("a");
+    let mut settings = config(&[&a]);
+    settings.listen.cors_origins = vec!["https://chat.example".to_owned()];
+    settings.listen.allowed_hosts = vec!["llm.example".to_owned()];
+    let router = Router::start_with(settings).await;
+    wait_until("the router is ready", async || router.is_ready().await).await;
+    let status = async |method: Method, path: &str, headers: Headers<'_>| {
+        let answer = router.call(method, path, headers, "{}").await;
+        let is_foreign = answer.header("x-berth-refusal") == "foreign_page";
+        assert_eq!(is_foreign, answer.status == StatusCode::FORBIDDEN, "{}", answer.text());
+        answer.status.as_u16()
+    };
+    // A page of another origin, and one whose name was made to resolve to this host.
+    for (header, value) in [("origin", "https://evil.example"), ("host", "evil.example:8080")] {
+        for (method, path) in [
+            (Method::POST, "/v1/chat/completions"),
+            (Method::POST, "/v1/sessions"),
+            (Method::POST, "/flush_cache"),
+            (Method::GET, "/v1/workers"),
+        ] {
+            assert_eq!(status(method, path, &[(header, value)]).await, 403, "{header} {path}");
+        }
+    }
+    // What a page can have a browser GET has no origin, only the browser's own headers.
+    for method in [Method::GET, Method::HEAD] {
+        for path in ["/flush_cache", "/start_profile", "/stop_profile"] {
+            let of_page: Headers<'_> = &[("sec-fetch-site", "cross-site")];
+            assert_eq!(status(method.clone(), path, of_page).await, 403, "{method} {path}");
+        }
+    }
+    for headers in [&[] as Headers<'_>, &[("sec-fetch-mode", "cors")]] {
+        let answered = status(Method::GET, "/flush_cache", headers).await;
+        assert_eq!(answered, 200, "as trainers and scripts call it");
+    }
+    assert_eq!(status(Method::GET, "/v1/models", &[("sec-fetch-site", "none")]).await, 200);
+    for (header, value) in [("origin", "https://chat.example"), ("host", "llm.example:8080")] {
+        let answered = status(Method::POST, "/v1/chat/completions", &[(header, value)]).await;
+        assert_eq!(answered, 200, "{header}: {value}");
+    }
+}
+
+#[tokio::test]
 async fn a_model_is_found_by_its_name_and_an_unknown_one_is_told_the_others() {
     let (a, b) = (Agent::serving("a", "org/one"), Agent::serving("b", "two"));
     let router = Router::start(&[&a, &b]).await;
@@ -156,7 +199,8 @@ async fn a_connection_goes_on_after_a_request_for_an_unknown_route() {
     let a = Agent::start("a");
     let router = Router::start(&[&a]).await;
     let mut stream = TcpStream::connect(router.data()).await.unwrap();
-    let head = b"POST /v1/responses/compact/x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n";
+    let head =
+        b"POST /v1/responses/compact/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n";
     stream.write_all(&[head.as_slice(), b"{}"].concat()).await.unwrap();
     for expected in ["HTTP/1.1 404", "HTTP/1.1 200"] {
         let mut status = [0; 12];

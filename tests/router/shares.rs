@@ -208,7 +208,7 @@ async fn without_keys_one_address_leaves_turns_to_others() {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.99:0".parse().unwrap()).unwrap();
     let mut stream = socket.connect(router.data()).await.unwrap();
-    let turn = "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}";
+    let turn = "POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}";
     stream.write_all(turn.as_bytes()).await.unwrap();
     let mut answer = [0; 12];
     stream.read_exact(&mut answer).await.unwrap();

@@ -25,7 +25,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    auth::{gate::Gate, origin},
+    auth::{admin_only_refusal, gate::Gate, origin},
     refusal::{Code, Refusal},
     server::{self, PortLimits},
     tasks::Tasks,
@@ -107,7 +107,8 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
         Ok(())
     } else {
         // Without keys, any page that an operator of this host opens could send the request.
-        origin::check(headers, gate.is_open())
+        origin::check(headers, gate.is_open(), &origin::Allowed::default())
+            .map_err(admin_only_refusal)
     };
     let checked = checked.and_then(|()| gate.check(request.method(), path, headers));
     match checked {

@@ -90,11 +90,20 @@ pub struct ListenTable {
     /// Origins whose pages may call the router from a browser, such as `https://chat.example.com`;
     /// `*` allows all. Empty, the default, allows none: browsers protect what only they can reach.
     pub cors_origins: Vec<String>,
+    /// Names of hosts under which a router without keys may be reached, besides `localhost`, names
+    /// under `internal` and IP addresses: those of a proxy that keeps the header `Host`. Empty, the
+    /// default, allows no other on loopback, and all elsewhere.
+    pub allowed_hosts: Vec<String>,
 }
 
 impl Default for ListenTable {
     fn default() -> Self {
-        Self { data_addr: DATA_ADDR, admin_addr: ADMIN_ADDR, cors_origins: vec![] }
+        Self {
+            data_addr: DATA_ADDR,
+            admin_addr: ADMIN_ADDR,
+            cors_origins: vec![],
+            allowed_hosts: vec![],
+        }
     }
 }
 

@@ -58,6 +58,7 @@ enum Request {
 /// The refusals that every route but those of health may have.
 const COMMON_REFUSALS: &[Code] = &[
     Code::Unauthorized,
+    Code::ForeignPage,
     Code::RequestsPerMinute,
     Code::RequestsShare,
     Code::AuthUnavailable,

@@ -1,4 +1,4 @@
-//! Refuses requests that a page of another origin has caused in the browser of an operator.
+//! Finds requests that a page of another origin has caused in the browser of an operator.
 //!
 //! A browser names a page's origin in `Origin`, and no page can change that header. An attacker can
 //! have a name of its own resolve to this host (DNS rebinding): then its page has the same origin
@@ -7,34 +7,58 @@
 
 use std::net::IpAddr;
 
-use http::{HeaderMap, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
 
-use super::admin_only_refusal;
-use crate::refusal::Refusal;
+/// By which a browser tells a port of its own host whose page sends a request. Scripts of other
+/// programs send none.
+const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// Checks that no page but the port's own has sent a request. `is_open`: whether the port needs no
-/// key. Then only names that no attacker can choose may reach it.
+/// What the settings let reach a port, besides its own pages and the names of its host.
+#[derive(Debug, Clone, Default)]
+pub struct Allowed {
+    /// Origins of pages; `*` stands for all.
+    pub origins: Vec<String>,
+    /// Names of hosts, without a port.
+    pub hosts: Vec<String>,
+}
+
+/// Checks that no page but the port's own, or one that is allowed, has sent a request.
+/// `needs_own_name`: whether only names may reach the port that no attacker can choose, because
+/// neither keys nor a network protect it.
 ///
 /// # Errors
-/// The refusal, if the request names another origin, or a host by a name that isn't local.
-pub fn check(headers: &HeaderMap, is_open: bool) -> Result<(), Refusal> {
+/// Why the request isn't served, if it names another origin, or a host by a foreign name.
+pub fn check(
+    headers: &HeaderMap,
+    needs_own_name: bool,
+    allowed: &Allowed,
+) -> Result<(), &'static str> {
     let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
-    if is_open && host.is_some_and(|host| !is_local_name(host)) {
-        let message = "without keys, this port answers only to localhost and to an IP address";
-        return Err(admin_only_refusal(message));
+    if needs_own_name && host.is_some_and(|host| !is_own_name(host, &allowed.hosts)) {
+        return Err("without keys, this port answers only to localhost and to an IP address");
     }
     let Some(origin) = headers.get(header::ORIGIN).map(HeaderValue::as_bytes) else {
         return Ok(());
     };
     let authority = origin.strip_prefix(b"http://").or_else(|| origin.strip_prefix(b"https://"));
-    if authority.is_some() && authority == host {
+    let is_own_page = authority.is_some() && authority == host;
+    let mut origins = allowed.origins.iter();
+    if is_own_page || origins.any(|allowed| allowed == "*" || allowed.as_bytes() == origin) {
         return Ok(());
     }
-    Err(admin_only_refusal("a page of another origin can't use this port"))
+    Err("a page of another origin can't use this port")
 }
 
-/// Whether the value of a `Host` header is an IP address, or a name of the host itself.
-fn is_local_name(host: &[u8]) -> bool {
+/// Whether a browser has sent a request to a port of its own host, and names no page that has sent
+/// it: for a link or a picture, say.
+#[must_use]
+pub fn is_of_unknown_page(headers: &HeaderMap) -> bool {
+    headers.contains_key(SEC_FETCH_SITE) && !headers.contains_key(header::ORIGIN)
+}
+
+/// Whether the value of a `Host` header is an IP address, a name of the host itself, or an allowed
+/// one. Containers call their host by a name under `internal`, which nobody can register.
+fn is_own_name(host: &[u8], allowed: &[String]) -> bool {
     let Ok(authority) = str::from_utf8(host).unwrap_or_default().parse::<http::uri::Authority>()
     else {
         return false;
@@ -43,7 +67,8 @@ fn is_local_name(host: &[u8]) -> bool {
     let address = name.trim_start_matches('[').trim_end_matches(']');
     address.parse::<IpAddr>().is_ok()
         || name.eq_ignore_ascii_case("localhost")
-        || name.to_ascii_lowercase().ends_with(".localhost")
+        || [".localhost", ".internal"].iter().any(|end| name.to_ascii_lowercase().ends_with(end))
+        || allowed.iter().any(|allowed| name.eq_ignore_ascii_case(allowed))
 }
 
 #[cfg(test)]
@@ -56,15 +81,29 @@ mod tests {
         if let Some(origin) = origin {
             headers.insert(header::ORIGIN, HeaderValue::from_static(origin));
         }
-        check(&headers, is_open).is_ok()
+        check(&headers, is_open, &Allowed::default()).is_ok()
     }
 
     #[test]
     fn an_open_port_answers_only_to_names_that_nobody_else_can_choose() {
-        for host in ["127.0.0.1:9100", "localhost", "[::1]:9100", "LOCALHOST:1", "a.localhost"] {
+        for host in [
+            "127.0.0.1:9100",
+            "localhost",
+            "[::1]:9100",
+            "LOCALHOST:1",
+            "a.localhost",
+            "host.docker.internal:8080",
+        ] {
             assert!(is_let_pass(host, None, true), "{host}");
         }
-        for host in ["evil.example", "evil.example:9100", "localhost.evil.example", "", "a@b@c"] {
+        for host in [
+            "evil.example",
+            "evil.example:9100",
+            "localhost.evil.example",
+            "internal.evil",
+            "",
+            "a@b@c",
+        ] {
             assert!(!is_let_pass(host, None, true), "{host}");
         }
         assert!(is_let_pass("berth.example", None, false), "with keys, any name may be used");
@@ -80,5 +119,26 @@ mod tests {
             }
         }
         assert!(is_let_pass("berth.example", Some("https://berth.example"), false));
+    }
+
+    #[test]
+    fn the_settings_allow_pages_and_names() {
+        let headers = |host: &'static str, origin: &'static str| {
+            HeaderMap::from_iter([
+                (header::HOST, HeaderValue::from_static(host)),
+                (header::ORIGIN, HeaderValue::from_static(origin)),
+            ])
+        };
+        let allowed = Allowed {
+            origins: vec!["https://chat.example".to_owned()],
+            hosts: vec!["llm.example".to_owned()],
+        };
+        let pass = |host, origin| check(&headers(host, origin), true, &allowed).is_ok();
+        assert!(pass("LLM.example:443", "https://chat.example"));
+        assert!(!pass("llm.example.evil", "https://chat.example"));
+        assert!(!pass("llm.example", "https://chat.example.evil"));
+        assert!(!pass("llm.example", "http://chat.example"));
+        let all = Allowed { origins: vec!["*".to_owned()], ..Allowed::default() };
+        assert!(check(&headers("127.0.0.1:1", "null"), true, &all).is_ok());
     }
 }

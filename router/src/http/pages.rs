@@ -1,0 +1,71 @@
+//! Keeps web pages from driving a router that asks for no key.
+//!
+//! A router without keys serves whoever reaches it, and on loopback everyone there is an operator.
+//! But so is each web page that an operator opens: its requests come from the operator's browser.
+//! `service::auth::origin` tells them by their headers. With keys nothing is checked here, as no
+//! page has one.
+
+use std::sync::Arc;
+
+use axum::{
+    extract::{Request, State},
+    middleware::Next,
+    response::{IntoResponse as _, Response},
+};
+use http::Method;
+use proto::control::ControlRoute;
+use service::{
+    auth::{gate, origin},
+    refusal::{Code, Refusal},
+};
+
+use super::{counted, health};
+use crate::{config::tables::ListenTable, turn::shared::Shared};
+
+/// Which pages may use the router.
+#[derive(Debug, Clone)]
+pub(super) struct Pages {
+    shared: Arc<Shared>,
+    allowed: Arc<origin::Allowed>,
+    /// Whether a name that no setting allows is an attacker's: on loopback, and where names are
+    /// set.
+    needs_own_name: bool,
+}
+
+impl Pages {
+    pub(super) fn new(shared: Arc<Shared>, listen: &ListenTable) -> Self {
+        let allowed = origin::Allowed {
+            origins: listen.cors_origins.clone(),
+            hosts: listen.allowed_hosts.clone(),
+        };
+        let is_local = gate::is_local(listen.data_addr.ip());
+        let needs_own_name = is_local || !allowed.hosts.is_empty();
+        Self { shared, allowed: Arc::new(allowed), needs_own_name }
+    }
+
+    fn check(&self, request: &Request) -> Result<(), &'static str> {
+        let (path, headers) = (request.uri().path(), request.headers());
+        if !self.shared.auth.is_open() || health::is_health_path(path) {
+            return Ok(());
+        }
+        origin::check(headers, self.needs_own_name, &self.allowed)?;
+        // A page can have a browser send a GET or HEAD without its origin, as for a picture.
+        let changes_state = ControlRoute::for_path(path).is_some();
+        let is_post = request.method() == Method::POST;
+        if changes_state && !is_post && origin::is_of_unknown_page(headers) {
+            return Err("this route changes the engines, so that a browser must POST to it");
+        }
+        Ok(())
+    }
+}
+
+/// Lets a request pass unless a foreign page has sent it.
+pub(super) async fn guard(State(pages): State<Pages>, request: Request, next: Next) -> Response {
+    match pages.check(&request) {
+        Ok(()) => next.run(request).await,
+        Err(why) => {
+            let message = format!("{why}; see listen.cors_origins and listen.allowed_hosts");
+            counted(&pages.shared, Refusal::new(Code::ForeignPage, message)).into_response()
+        }
+    }
+}
