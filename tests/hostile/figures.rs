@@ -25,6 +25,11 @@ impl Figures {
         Ok(Self(answer.text()))
     }
 
+    /// Whether the page has a line of this metric.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.lines().any(|line| line.starts_with(name))
+    }
+
     /// Returns the sum of a metric over its label sets that contain `label`, such as
     /// `port="data"`. An empty `label` is in all of them. A metric without a line is 0.
     pub(crate) fn sum(&self, name: &str, label: &str) -> f64 {

@@ -5,11 +5,12 @@
 //! - `long_bodies`: bodies that take long to read.
 //! - `scenarios`: which attack must not be noticed by whom.
 //! - `chaos`: processes that are killed, stopped and restarted at random under load.
-//! - `hostile_engine`: an engine whose answers never end.
+//! - `disconnects`: clients that go away. `hostile_engine`: an engine whose answers never end.
 //! - `stopped`: an engine that is stopped.
 
 mod attacks;
 mod chaos;
+mod disconnects;
 mod figures;
 mod hostile_engine;
 mod long_bodies;

@@ -12,7 +12,7 @@ use tests::{
 
 use crate::{
     attacks::{self, Attack, Attackers},
-    chaos, hostile_engine, long_bodies, stopped,
+    chaos, disconnects, hostile_engine, long_bodies, stopped,
     users::{Failure, Seen, Users},
 };
 
@@ -31,7 +31,7 @@ const USERS: usize = 4;
 const FEW_DESCRIPTORS: u32 = 1_024;
 
 /// All scenarios, in the order in which they run.
-pub(crate) const SCENARIOS: [Case; 24] = [
+pub(crate) const SCENARIOS: [Case; 25] = [
     case!("rows", true, |place| attacked(place, None, Kind::Rows)),
     case!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
     case!("turns", false, |place| attacked(place, None, Kind::Turns)),
@@ -52,6 +52,7 @@ pub(crate) const SCENARIOS: [Case; 24] = [
     case!("idle connections, few descriptors", false, |place| few(place, Kind::Idle)),
     case!("idle admin connections, few descriptors", false, |place| few(place, Kind::IdleAdmin)),
     case!("streams, few descriptors", true, |place| few(place, Kind::Streams)),
+    case!("disconnects", true, disconnects::disconnects),
     case!("endless answers", true, hostile_engine::endless_answers),
     case!("engine stopped", true, stopped::engine_stopped),
     case!("chaos", false, |place| chaos::chaos(place, false)),
