@@ -18,8 +18,8 @@ use crate::{figures::Figures, users::Users};
 const CLIENTS: usize = 60;
 /// The steps at which they go away.
 const STEPS: usize = 14;
-/// The fewest clients that must see the begin of an answer, of the 360 that wait for it. Others find
-/// all rows of pinned sessions held, and are refused.
+/// The fewest clients that must see the begin of an answer, of the 360 that wait for it. Others
+/// find all rows of pinned sessions held, and are refused.
 const ANSWERED_MIN: usize = 200;
 /// The longest wait until nothing is left, and for one read of a client.
 const PATIENCE: Duration = Duration::from_secs(30);
