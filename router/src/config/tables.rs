@@ -90,9 +90,9 @@ pub struct ListenTable {
     /// Origins whose pages may call the router from a browser, such as `https://chat.example.com`;
     /// `*` allows all. Empty, the default, allows none: browsers protect what only they can reach.
     pub cors_origins: Vec<String>,
-    /// Names of hosts under which a router without keys may be reached, besides `localhost`, names
-    /// under `internal` and IP addresses: those of a proxy that keeps the header `Host`. Empty, the
-    /// default, allows no other on loopback, and all elsewhere.
+    /// Names of hosts under which a router without keys may be reached, besides `localhost`, IP
+    /// addresses and containers' names of their host: those of a proxy that keeps the header
+    /// `Host`. Empty, the default, allows no other on loopback, and all elsewhere.
     pub allowed_hosts: Vec<String>,
 }
 

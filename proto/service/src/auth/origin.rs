@@ -13,6 +13,10 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 /// programs send none.
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
+/// The names by which containers of Docker and Podman call their host. Others under `internal` may
+/// be somebody's inside a company.
+const CONTAINER_HOSTS: [&str; 2] = ["host.docker.internal", "host.containers.internal"];
+
 /// What the settings let reach a port, besides its own pages and the names of its host.
 #[derive(Debug, Clone, Default)]
 pub struct Allowed {
@@ -57,7 +61,7 @@ pub fn is_of_unknown_page(headers: &HeaderMap) -> bool {
 }
 
 /// Whether the value of a `Host` header is an IP address, a name of the host itself, or an allowed
-/// one. Containers call their host by a name under `internal`, which nobody can register.
+/// one.
 fn is_own_name(host: &[u8], allowed: &[String]) -> bool {
     let Ok(authority) = str::from_utf8(host).unwrap_or_default().parse::<http::uri::Authority>()
     else {
@@ -67,7 +71,8 @@ fn is_own_name(host: &[u8], allowed: &[String]) -> bool {
     let address = name.trim_start_matches('[').trim_end_matches(']');
     address.parse::<IpAddr>().is_ok()
         || name.eq_ignore_ascii_case("localhost")
-        || [".localhost", ".internal"].iter().any(|end| name.to_ascii_lowercase().ends_with(end))
+        || name.to_ascii_lowercase().ends_with(".localhost")
+        || CONTAINER_HOSTS.iter().any(|host| name.eq_ignore_ascii_case(host))
         || allowed.iter().any(|allowed| name.eq_ignore_ascii_case(allowed))
 }
 
@@ -100,7 +105,7 @@ mod tests {
             "evil.example",
             "evil.example:9100",
             "localhost.evil.example",
-            "internal.evil",
+            "evil.internal",
             "",
             "a@b@c",
         ] {
