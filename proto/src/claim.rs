@@ -33,8 +33,8 @@ pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
 pub const PRINCIPAL: HeaderName = HeaderName::from_static("x-berth-principal");
 /// Carries the number of leading prompt tokens that are resident, as far as the router knows.
 pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
-/// Carries the token that proves to an agent that a request is a router's. See the agent's setting
-/// `auth.token_file`.
+/// Carries a router's token in clear, as routers of earlier versions prove themselves. See the
+/// agent's setting `auth.token_file`.
 pub const TOKEN: HeaderName = HeaderName::from_static("x-berth-router-token");
 /// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
@@ -43,7 +43,7 @@ pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
 /// The headers that only a router may send to an agent.
-pub const TRUSTED: [HeaderName; 10] = [
+pub const TRUSTED: [HeaderName; 11] = [
     CLAIM,
     PARENT,
     TURN,
@@ -51,6 +51,7 @@ pub const TRUSTED: [HeaderName; 10] = [
     PRINCIPAL,
     RESIDENT,
     TOKEN,
+    crate::proof::REQUEST,
     HINTS,
     BOOTSTRAP,
     crate::control::ADMIN,

@@ -19,6 +19,7 @@
 //! - [`turn_rid`]: the ids that agents give their turns inside the engine.
 //! - [`hints`]: the header by which a router tells an agent what a turn's client hinted at.
 //! - [`block`]: routing blocks, the parts of a prompt whose KV both sides track.
+//! - [`proof`]: the headers by which a router and an agent prove that they hold the same token.
 //! - [`answers`]: whether a request asks for one answer to one prompt.
 //! - [`body`]: reads and rewrites the top level of a JSON request body.
 //! - [`count`]: bounds the counts that other processes report.
@@ -41,6 +42,7 @@ pub mod kv;
 pub mod load;
 pub mod model_files;
 pub mod placement_claim;
+pub mod proof;
 pub mod route;
 pub mod staged_prefill;
 pub mod table;

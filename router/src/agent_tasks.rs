@@ -119,6 +119,7 @@ impl AgentTasks {
             Ok(dialer) => {
                 info!(control = control_url, "agent joins");
                 self.control_clients.insert(slot, ControlClient::new(&dialer));
+                self.shared.upstream.set_signer(slot, dialer.signer().cloned());
                 let load_watcher = LoadWatcher {
                     agent_index: slot,
                     dialer: dialer.clone(),
@@ -169,6 +170,7 @@ impl AgentTasks {
     async fn remove_references(&mut self, slot: usize) {
         self.shared.kv_index.forget_agent(slot);
         self.shared.upstream.pulses().set_silent(slot, false);
+        self.shared.upstream.set_signer(slot, None);
         let is_unbound = self.shared.directory.forget_agent(slot);
         if self.shared.placer.forget_agent(slot) && is_unbound {
             self.keeper.release(slot);

@@ -30,6 +30,7 @@ use self::announce::Announcements;
 use crate::{
     config::Config,
     fleet::{
+        dial::AgentCredentials,
         membership::{AgentIds, Source, SourceList},
         state::SourceNews,
     },
@@ -140,6 +141,7 @@ impl Reporter {
 /// may.
 pub(crate) fn start(
     config: &Config,
+    credentials: &AgentCredentials,
     news: &mpsc::Sender<SourceNews>,
     metrics: &Metrics,
     tasks: &Tasks,
@@ -159,10 +161,8 @@ pub(crate) fn start(
         tasks.spawn(until_cancelled(tasks.token(), task));
     }
     table.announce.then(|| {
-        let announcements = Arc::new(Announcements::new(
-            table.announced_per_key_max,
-            config.agents.client_files().is_some(),
-        ));
+        let announcements = Announcements::new(table.announced_per_key_max, credentials);
+        let announcements = Arc::new(announcements);
         let task = announce::run(Arc::clone(&announcements), reporter(Source::Announce));
         tasks.spawn(until_cancelled(tasks.token(), task));
         announcements

@@ -171,7 +171,6 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let view = Arc::new(View::new(state.snapshot()));
     let (metrics, port_metrics) = (Metrics::new(registry), server::Metrics::new(registry));
     let claim_store = open_claim_store(&config, registry, &file_metrics, &tasks)?;
-    let source_metrics = discovery::Metrics::new(registry);
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     fit_limits(&mut config.limits, &descriptors);
     let data_limits = data_limits(&config, &descriptors, &port_metrics);
@@ -187,7 +186,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
     let (news_sender, news) = mpsc::channel(SOURCE_NEWS_MAX);
-    let announcements = discovery::start(&config, &news_sender, &source_metrics, &tasks);
+    let sources = discovery::Metrics::new(registry);
+    let announcements = discovery::start(&config, &credentials, &news_sender, &sources, &tasks);
     let (access_log, _log_end) = start_access_log(&config, registry)?.unzip();
     let (traces, traces_end) = start_traces(&config, registry, &file_metrics, &tasks)?;
     let watchdog = Watchdog::start().map_err(Error::Watchdog)?;

@@ -5,7 +5,7 @@
 //! times within that time. A router that can't be reached is tried again after a pause that grows;
 //! one that refuses, with the next announcement, because an operator may change its keys.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, StatusCode, header};
@@ -19,10 +19,12 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
+use proto::proof;
 use serde_json::{Value, json};
 use service::{
     backoff::Backoff,
     log::describe_error,
+    proof::agent::AgentProofs,
     reload::{self, Reloaded},
     tasks::Tasks,
     tls::{Protocol, client::Connector},
@@ -30,7 +32,10 @@ use service::{
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use crate::config::{Config, ms};
+use crate::{
+    config::{Config, ms},
+    data_port::PortAccess,
+};
 
 /// The longest time for one announcement. A router answers in milliseconds.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(2);
@@ -106,6 +111,8 @@ struct Announcement {
     router: String,
     agent_id: String,
     control_url: String,
+    /// Prove that the agent is one of the fleet; `None` if it has no token.
+    proofs: Option<Arc<AgentProofs>>,
     interval: Duration,
     ttl_ms: u64,
     metrics: Metrics,
@@ -121,6 +128,7 @@ struct Announcement {
 pub(crate) fn start(
     config: &Config,
     control: SocketAddr,
+    access: &PortAccess,
     file_metrics: &reload::Metrics,
     registry: &mut Registry,
     tasks: &Tasks,
@@ -142,6 +150,7 @@ pub(crate) fn start(
             router: router.trim_end_matches('/').to_owned(),
             agent_id: config.agent_id(control),
             control_url: config.advertise.control_url(control, has_tls),
+            proofs: access.router_auth.proofs.clone(),
             interval: ms(table.interval_ms),
             ttl_ms: table.ttl_ms(),
             metrics: metrics.clone(),
@@ -194,13 +203,17 @@ impl Announcement {
             "ttl_ms": self.ttl_ms,
             "leaving": is_leaving,
         });
-        let request = Request::builder()
+        let mut request = Request::builder()
             .method(Method::POST)
             .uri(format!("{}/v1/agents", self.router))
             .header(header::CONTENT_TYPE, "application/json")
             .header(header::AUTHORIZATION, HeaderValue::clone(&self.key.load()))
             .body(Full::new(Bytes::from(body.to_string())))
             .expect("the settings were checked");
+        if let Some(proofs) = &self.proofs {
+            let proof = proofs.sign_announcement(&self.control_url);
+            request.headers_mut().insert(proof::AGENT, proof);
+        }
         let exchange = async {
             let answer = self.client.request(request).await;
             let (head, body) = answer.map_err(|error| describe_error(&error))?.into_parts();

@@ -13,6 +13,7 @@
 
 mod incoming;
 mod load_watch;
+mod router_check;
 mod streams;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -29,26 +30,22 @@ use proto::{
         worker_agent_server::{WorkerAgent, WorkerAgentServer},
     },
 };
-use service::{
-    clock::now,
-    server,
-    tasks::Tasks,
-    tls::{Protocol, server::ServerTls},
-};
+use service::{clock::now, proof, server, tasks::Tasks, tls::Protocol};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status, service::Interceptor};
+use tonic::{Request, Response, Status};
 
 pub use self::streams::Metrics;
 use self::{
     incoming::{ConnectionLimits, ControlConnectInfo},
     load_watch::LoadStream,
+    router_check::RouterCheckLayer,
     streams::{PlacedStream, Places},
 };
 use crate::{
     audit,
-    data_port::{self, RouterAuth},
+    data_port::{self, PortAccess, RouterAuth},
     engine::model_files,
     kv_events::{self, KvHandle},
     owner::{self, AgentHandle, PageEnd, RankPageAudit},
@@ -86,16 +83,9 @@ struct ControlService {
     tasks: Tasks,
     /// By which routers agree on the workers of new sessions.
     claims: Arc<Mutex<ClaimTable>>,
+    /// Proves to routers that the agent holds their token.
+    router_auth: RouterAuth,
     metrics: Metrics,
-}
-
-/// Who may use the data and control port, and how their connections are encrypted.
-#[derive(Debug, Clone)]
-pub struct PortAccess {
-    /// Recognizes the routers among the callers.
-    pub router_auth: RouterAuth,
-    /// The certificates; `None` without TLS.
-    pub tls: Option<ServerTls>,
 }
 
 /// The socket of the control port, and who may use it.
@@ -145,16 +135,18 @@ pub fn start(
                 kv_places: Places::new("kv", kv_events::WATCHERS_MAX, &metrics),
                 tasks: tasks.clone(),
                 claims: Arc::new(Mutex::new(ClaimTable::new(CLAIMS_MAX, epoch))),
+                router_auth: access.router_auth.clone(),
                 metrics,
             };
             let tls = access.tls.map(|tls| tls.for_protocol(Protocol::Http2));
             let limits = ConnectionLimits { connections_max, metrics: port_metrics };
             let connections = incoming::accept(listener, limits, tls, &tasks);
-            let check = RouterCheck(access.router_auth);
+            let check = RouterCheckLayer(access.router_auth);
             let serve_result = tonic::transport::Server::builder()
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
-                .add_service(WorkerAgentServer::with_interceptor(service, check))
+                .layer(check)
+                .add_service(WorkerAgentServer::new(service))
                 .serve_with_incoming_shutdown(connections, async {
                     token.cancelled().await;
                     // The streams of watchers don't end by themselves, and the server waits for
@@ -184,21 +176,6 @@ fn to_status(error: &owner::Error) -> Status {
     let code = HeaderValue::from_static(code.as_str());
     status.metadata_mut().as_mut().insert(claim::REFUSAL, code);
     status
-}
-
-/// Answers each call that doesn't come from a router with `UNAUTHENTICATED`.
-#[derive(Clone)]
-struct RouterCheck(RouterAuth);
-
-impl Interceptor for RouterCheck {
-    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
-        let text = "this port serves routers only: set agents.token_file of the router to a token \
-                    of this agent's auth.token_file";
-        match self.0.identify(request.metadata().as_ref()) {
-            Some(_) => Ok(request),
-            None => Err(Status::unauthenticated(text)),
-        }
-    }
 }
 
 fn parse_key(wire_key: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
@@ -362,6 +339,19 @@ impl WorkerAgent for ControlService {
             turns_queued: state.turns_queued,
             sessions: state.sessions,
         }))
+    }
+
+    async fn prove(
+        &self,
+        request: Request<v1::ProveRequest>,
+    ) -> Result<Response<v1::ProveResponse>, Status> {
+        self.router_auth.prove(&request.into_inner()).map(Response::new).map_err(|error| {
+            let text = data_port::router_auth::stranger_text(&error);
+            match error {
+                proof::Error::Malformed => Status::invalid_argument(text),
+                _ => Status::unauthenticated(text),
+            }
+        })
     }
 
     type FetchModelFilesStream = ReceiverStream<Result<v1::ModelFilePart, Status>>;

@@ -29,7 +29,7 @@ pub mod turn;
 
 pub use self::{
     refusals::refusal,
-    router_auth::{Caller, RouterAuth},
+    router_auth::{Caller, PortAccess, RouterAuth},
     routes::app,
     turn::{TurnContext, send_own_turn},
 };

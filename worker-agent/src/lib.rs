@@ -48,7 +48,9 @@ use service::{
     auth::{gate::Gate, key_file},
     budget::BodyBudget,
     descriptors::{self, DescriptorPlan},
-    process_metrics, reload,
+    process_metrics,
+    proof::agent::AgentProofs,
+    reload,
     router_token::Tokens,
     server::{self, PortLimits},
     settings,
@@ -62,8 +64,8 @@ use tokio::sync::{Notify, mpsc, watch};
 use crate::{
     announcer::Announcer,
     config::{Config, ms},
-    control_port::{ControlListener, PortAccess},
-    data_port::{RouterAuth, TurnContext},
+    control_port::ControlListener,
+    data_port::{PortAccess, RouterAuth, TurnContext},
     engine::EngineClient,
     gpu::Gpus,
     guard::Guards,
@@ -172,9 +174,9 @@ pub async fn run(
     log_start(&config, &listeners)?;
     let gpus = gpu::start((&config).into())?;
     let file_metrics = reload::Metrics::new(registry);
-    let access = start_access(&config, &file_metrics, &tasks)?;
     let control = listeners.control.local_addr()?;
-    let announcer = announcer::start(&config, control, &file_metrics, registry, &tasks)?;
+    let access = start_access(&config, control, &file_metrics, &tasks)?;
+    let announcer = announcer::start(&config, control, &access, &file_metrics, registry, &tasks)?;
     let (agent, shim, queues) =
         start_agent(&config, &gpus, &listeners, epoch, &engine, &metrics, &tasks)?;
     let (traces, traces_end) = start_traces(&config, control, registry, &file_metrics, &tasks)?;
@@ -373,15 +375,16 @@ fn engine_client(config: &Config) -> EngineClient {
 /// Reads the certificates and tokens of both ports, and follows their files.
 fn start_access(
     config: &Config,
+    control: SocketAddr,
     metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<PortAccess, Error> {
     let server_files = config.tls.server_files();
     let tls = server_files.map(|files| files.start(metrics, tasks)).transpose()?;
-    let token_file = config::path_if_set(&config.auth.token_file);
-    let tokens =
-        token_file.map(|path| reload::start(Tokens::source(path), metrics, tasks)).transpose()?;
-    let router_auth = RouterAuth { tokens, has_mutual_tls: config.tls.demands_certificates() };
+    let tokens = config::path_if_set(&config.auth.token_file).map(Tokens::source);
+    let tokens = tokens.map(|source| reload::start(source, metrics, tasks)).transpose()?;
+    let proofs = tokens.map(|tokens| Arc::new(AgentProofs::new(config.agent_id(control), tokens)));
+    let router_auth = RouterAuth { proofs, has_mutual_tls: config.tls.demands_certificates() };
     if !router_auth.is_demanded() {
         tracing::info!("routers aren't authenticated: every process of this host may act as one");
         if config::engine_api_key().is_ok_and(|key| key.is_some()) {

@@ -17,9 +17,10 @@
 //! - [`places`]: shares out the processors for work on long bodies.
 //! - [`private_folder`]: files that only this process's user can read or replace.
 //! - [`process_metrics`]: metrics of the process itself.
+//! - [`proof`]: by which routers and agents prove to each other that they hold the same token.
 //! - [`refusal`]: the format of every HTTP answer by which Berth refuses a request.
 //! - [`reload`]: values that follow the content of their files.
-//! - [`router_token`]: the shared token by which agents recognize routers.
+//! - [`router_token`]: the file of the tokens that routers and agents share.
 //! - [`running_turns`]: the running turns, by the names that their clients gave them.
 //! - [`server`]: an HTTP server with limits.
 //! - [`settings`]: settings from a TOML file.
@@ -42,6 +43,7 @@ pub mod memory;
 pub mod places;
 pub mod private_folder;
 pub mod process_metrics;
+pub mod proof;
 pub mod refusal;
 pub mod reload;
 pub mod router_token;

@@ -86,8 +86,8 @@ pub struct Reloaded<T>(Arc<ArcSwap<T>>);
 
 impl<T> Reloaded<T> {
     /// Returns a value of no file, which never changes.
-    #[cfg(test)]
-    pub(crate) fn fixed(value: T) -> Self {
+    #[must_use]
+    pub fn fixed(value: T) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(value)))
     }
 

@@ -1,15 +1,14 @@
-//! The shared token by which an agent recognizes its routers, where TLS is done elsewhere.
+//! The shared token by which routers and agents recognize each other, where TLS is done elsewhere.
 //!
-//! A file has one token per line. An agent accepts each of them, and a router sends the first. So
-//! a token is rotated without a failed turn: agents accept the new one beside the old, then routers
-//! send the new one, then agents forget the old one. The token is in the header
-//! [`TOKEN`](proto::claim::TOKEN) of each request to the data port and each call of the control
-//! port.
+//! A file has one token per line. Both sides accept a proof by each of them, and make their own
+//! proofs (see [`crate::proof`]) by the first. So a token is rotated without a failed turn: agents
+//! accept the new one beside the old, then routers, then both make it their first, then both forget
+//! the old one. A token never leaves its process. Routers of earlier versions send it in the header
+//! [`TOKEN`](proto::claim::TOKEN), which agents still accept.
 
 use std::path::PathBuf;
 
-use http::HeaderValue;
-use sha2::{Digest as _, Sha256};
+use ring::hmac;
 use subtle::{Choice, ConstantTimeEq as _};
 
 use crate::reload::Source;
@@ -20,17 +19,70 @@ const TOKEN_CHARS_MIN: usize = 32;
 const TOKEN_CHARS_MAX: usize = 1024;
 /// The most tokens in a file. A rotation needs two.
 const TOKENS_MAX: usize = 8;
+/// Bytes of a token's id.
+pub(crate) const TOKEN_ID_BYTES: usize = 8;
 
 /// The tokens of a file: at least one.
-pub struct Tokens {
-    /// SHA-256 of each token. Digests are compared, so that the time tells nothing of a length.
-    digests: Vec<[u8; 32]>,
-    first: HeaderValue,
+pub struct Tokens(Vec<Token>);
+
+/// One token, of which only the key of its HMACs is kept.
+pub(crate) struct Token {
+    id: [u8; TOKEN_ID_BYTES],
+    key: hmac::Key,
 }
+
+/// An HMAC-SHA256 of parts, each of which counts with its length.
+pub(crate) struct Mac(hmac::Context);
 
 impl std::fmt::Debug for Tokens {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Tokens({})", self.digests.len())
+        write!(f, "Tokens({})", self.0.len())
+    }
+}
+
+impl Mac {
+    /// Adds a part.
+    pub(crate) fn add(&mut self, part: &[u8]) {
+        self.0.update(&(part.len() as u64).to_le_bytes());
+        self.0.update(part);
+    }
+
+    /// Returns the HMAC of all parts.
+    pub(crate) fn finish(self) -> [u8; 32] {
+        let tag = self.0.sign();
+        tag.as_ref().try_into().expect("an HMAC-SHA256 has 32 bytes")
+    }
+
+    /// Whether the HMAC of all parts is `mac`. Takes the same time for every `mac` of 32 bytes.
+    pub(crate) fn is(self, mac: &[u8]) -> bool {
+        self.finish().ct_eq(mac).into()
+    }
+}
+
+impl Token {
+    fn new(token: &str) -> Self {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, token.as_bytes());
+        let mut token = Self { id: [0; TOKEN_ID_BYTES], key };
+        let digest = token.mac("berth token id").finish();
+        token.id.copy_from_slice(&digest[..TOKEN_ID_BYTES]);
+        token
+    }
+
+    /// Returns the id by which the other side finds the token in its file.
+    pub(crate) fn id(&self) -> &[u8; TOKEN_ID_BYTES] {
+        &self.id
+    }
+
+    /// Begins an HMAC for this purpose. No proof for one purpose is one for another.
+    pub(crate) fn mac(&self, purpose: &str) -> Mac {
+        let mut mac = Mac(hmac::Context::with_key(&self.key));
+        mac.add(purpose.as_bytes());
+        mac
+    }
+
+    /// Returns what a token in clear is compared by, so that the time tells nothing of a length.
+    fn digest(&self) -> [u8; 32] {
+        self.mac("berth token").finish()
     }
 }
 
@@ -43,7 +95,7 @@ impl Tokens {
     }
 
     /// Reads tokens: one per line; empty lines and lines that begin with `#` are skipped.
-    fn parse(path: &str, content: &[u8]) -> Result<Self, String> {
+    pub(crate) fn parse(path: &str, content: &[u8]) -> Result<Self, String> {
         let text = str::from_utf8(content).map_err(|_| format!("{path} is not text"))?;
         let lines = text.lines().map(str::trim);
         let tokens: Vec<&str> =
@@ -52,9 +104,9 @@ impl Tokens {
             (TOKEN_CHARS_MIN..=TOKEN_CHARS_MAX).contains(&token.len())
                 && token.bytes().all(|byte| byte.is_ascii_graphic())
         };
-        let [first, ..] = tokens[..] else {
+        if tokens.is_empty() {
             return Err(format!("{path} has no token; make one: openssl rand -hex 32"));
-        };
+        }
         if tokens.len() > TOKENS_MAX {
             return Err(format!("{path} has more than {TOKENS_MAX} tokens; remove old ones"));
         }
@@ -64,24 +116,24 @@ impl Tokens {
                  ASCII characters; make one: openssl rand -hex 32"
             ));
         }
-        let digests = tokens.iter().map(|token| Sha256::digest(token).into()).collect();
-        let mut first = HeaderValue::from_str(first).map_err(|error| error.to_string())?;
-        first.set_sensitive(true);
-        Ok(Self { digests, first })
+        Ok(Self(tokens.into_iter().map(Token::new).collect()))
     }
 
-    /// Returns the value of the header [`TOKEN`](proto::claim::TOKEN) that a router sends.
-    #[must_use]
-    pub fn to_header(&self) -> HeaderValue {
-        self.first.clone()
+    /// Returns the token by which this process makes its proofs.
+    pub(crate) fn first(&self) -> &Token {
+        self.0.first().expect("a file has a token")
     }
 
-    /// Whether a request's token is one of these. `token` is the value of the header
-    /// [`TOKEN`](proto::claim::TOKEN). Takes the same time for every token.
-    #[must_use]
-    pub fn accept(&self, token: Option<&[u8]>) -> bool {
-        let digest: [u8; 32] = Sha256::digest(token.unwrap_or_default()).into();
-        let compared = self.digests.iter().map(|known| known.ct_eq(&digest));
+    /// Returns the token with this id.
+    pub(crate) fn find(&self, id: &[u8]) -> Option<&Token> {
+        self.0.iter().find(|token| token.id == id)
+    }
+
+    /// Whether a token in clear is one of these. Takes the same time for every token of a length.
+    pub(crate) fn accept_in_clear(&self, token: &[u8]) -> bool {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, token);
+        let digest = Token { id: [0; TOKEN_ID_BYTES], key }.digest();
+        let compared = self.0.iter().map(|known| known.digest().ct_eq(&digest));
         compared.fold(Choice::from(0), |any, equal| any | equal).into()
     }
 }
@@ -95,16 +147,33 @@ mod tests {
     }
 
     #[test]
-    fn each_token_of_the_file_is_accepted_and_the_first_is_sent() {
+    fn each_token_of_the_file_is_known_and_the_first_is_used() {
         let (new, old) = ("n".repeat(32), "o".repeat(64));
         let both = tokens(&format!("# comment\n{new}\n\n  {old}  \n")).unwrap();
-        assert!(both.accept(Some(new.as_bytes())) && both.accept(Some(old.as_bytes())));
-        assert_eq!(both.to_header(), new.as_str());
-        for wrong in [&b""[..], b"n", &[b'n'; 33], &[b'n'; 31], b"# comment"] {
-            assert!(!both.accept(Some(wrong)), "{wrong:?} was accepted");
+        assert!(both.accept_in_clear(new.as_bytes()) && both.accept_in_clear(old.as_bytes()));
+        let (only_new, only_old) = (tokens(&new).unwrap(), tokens(&old).unwrap());
+        assert_eq!(both.first().id(), only_new.first().id());
+        for known in [&only_new, &only_old] {
+            let found = both.find(known.first().id()).unwrap();
+            assert!(found.mac("purpose").is(&known.first().mac("purpose").finish()));
+            assert!(!found.mac("purpose").is(&known.first().mac("another").finish()));
         }
-        assert!(!both.accept(None));
-        assert!(!format!("{both:?} {:?}", both.to_header()).contains(&new));
+        assert!(only_new.find(only_old.first().id()).is_none());
+        for wrong in [&b""[..], b"n", &[b'n'; 33], &[b'n'; 31], b"# comment"] {
+            assert!(!both.accept_in_clear(wrong), "{wrong:?} was accepted");
+        }
+        assert!(!format!("{both:?}").contains(&new));
+    }
+
+    #[test]
+    fn parts_of_an_hmac_have_borders() {
+        let tokens = tokens(&"t".repeat(32)).unwrap();
+        let of = |parts: [&[u8]; 2]| {
+            let mut mac = tokens.first().mac("purpose");
+            parts.iter().for_each(|part| mac.add(part));
+            mac.finish()
+        };
+        assert_ne!(of([b"ab", b"c"]), of([b"a", b"bc"]));
     }
 
     #[test]

@@ -10,14 +10,23 @@ use std::{
     time::{Duration, Instant},
 };
 
+use http::HeaderMap;
 use parking_lot::Mutex;
-use service::clock::now;
+use service::{
+    clock::now,
+    proof::{self, announcement},
+    reload::Reloaded,
+    router_token::Tokens,
+};
 use tokio::sync::watch;
 
 use super::Reporter;
 use crate::{
     config::AGENTS_MAX,
-    fleet::membership::{AgentIds, Listing, SourceList},
+    fleet::{
+        dial::AgentCredentials,
+        membership::{AgentIds, Listing, SourceList},
+    },
 };
 
 /// The longest time for which an announcement holds. An agent that is gone stays listed as long.
@@ -131,15 +140,33 @@ impl Table {
 #[derive(Debug)]
 pub(crate) struct Announcements {
     table: Mutex<Table>,
+    /// The tokens of which an agent must hold one; `None` if it needs none.
+    tokens: Option<Reloaded<Tokens>>,
     changed: watch::Sender<()>,
 }
 
 impl Announcements {
     /// Creates a place without announcements. One key may announce at most `per_key_max` agents.
-    /// `demands_tls`: only such that speak TLS.
-    pub(crate) fn new(per_key_max: usize, demands_tls: bool) -> Self {
+    /// They must recognize this router by its `credentials`, and prove that they do.
+    pub(crate) fn new(per_key_max: usize, credentials: &AgentCredentials) -> Self {
+        let demands_tls = credentials.tls.is_some();
         let table = Table { agents: BTreeMap::new(), per_key_max, demands_tls };
-        Self { table: Mutex::new(table), changed: watch::Sender::new(()) }
+        let tokens = credentials.tokens.clone();
+        Self { table: Mutex::new(table), tokens, changed: watch::Sender::new(()) }
+    }
+
+    /// Checks that an announcement with these headers was made by an agent that holds the token.
+    ///
+    /// # Errors
+    /// Why it wasn't.
+    pub(crate) fn is_proven(
+        &self,
+        agent_id: &str,
+        control_url: &str,
+        headers: &HeaderMap,
+    ) -> Result<(), proof::Error> {
+        let Some(tokens) = &self.tokens else { return Ok(()) };
+        announcement::check(&tokens.load(), agent_id, control_url, headers)
     }
 
     /// Takes an announcement.

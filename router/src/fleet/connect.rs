@@ -17,7 +17,11 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::{
-    agent::Link, dial::AgentDialer, load_stream::LoadStreamChecker, state::Update, view::View,
+    agent::Link,
+    dial::{AgentDialer, describe_status},
+    load_stream::LoadStreamChecker,
+    state::Update,
+    view::View,
 };
 
 /// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
@@ -75,7 +79,7 @@ impl LoadWatcher {
         // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
         // So the whole attempt has a limit too.
         let open_stream = async {
-            let mut client = self.dialer.connect().await.map_err(|error| describe_error(&error))?;
+            let mut client = self.dialer.connect().await?;
             let stream = client.watch_load(WatchLoadRequest {}).await;
             stream.map_err(|status| describe_status(&status))
         };
@@ -143,14 +147,5 @@ impl LoadWatcher {
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
         self.updates.send((self.agent_index, update, now)).await.map_err(drop)
-    }
-}
-
-/// Formats the status of a failed call, and what it comes from, on one line.
-pub(crate) fn describe_status(status: &tonic::Status) -> String {
-    let text = format!("{:?}: {}", status.code(), status.message());
-    match std::error::Error::source(status) {
-        Some(source) => format!("{text}: {}", describe_error(source)),
-        None => text,
     }
 }

@@ -16,12 +16,10 @@ use proto::{
     placement_claim::{self, ClaimRequest, PlacementClaim},
     v1,
 };
+use service::proof::router::AgentClient;
 use tonic::{Code, Status};
 
-use super::{
-    dial::{AgentClient, AgentDialer},
-    tokenizer_files::TokenizerFiles,
-};
+use super::{dial::AgentDialer, tokenizer_files::TokenizerFiles};
 
 /// Longest time to open, close or demote a session. The engine opens a session in under 1 ms, but
 /// it reads its queue only between two steps. A long prefill can delay that for seconds. An agent

@@ -1,14 +1,16 @@
-//! Connects to the agents' control ports, with the router's certificate and token.
+//! Connects to the agents' control ports, with the router's certificate and proofs by its token.
 //!
 //! `connect`, `control` and the stream of resident blocks each have a connection of their own. A
 //! connection uses the certificates that are in the files when it is made, a call the token that is
-//! in its file when it is made.
+//! in its file when it is made. On a connection for a stream, the agent first proves that it holds
+//! the token.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use hyper_util::client::legacy::connect::HttpConnector;
-use proto::{claim, v1::worker_agent_client::WorkerAgentClient};
 use service::{
+    log::describe_error,
+    proof::router::{AgentClient, SignedChannel, Signer},
     reload::Reloaded,
     router_token::Tokens,
     tls::{
@@ -16,11 +18,7 @@ use service::{
         client::{ClientTls, Connector},
     },
 };
-use tonic::{
-    Request, Status,
-    service::{Interceptor, interceptor::InterceptedService},
-    transport::{Channel, Endpoint, Error},
-};
+use tonic::transport::{Endpoint, Error};
 
 /// Time between two HTTP/2 pings. A host that dies silently is noticed after this time plus
 /// [`KEEPALIVE_TIMEOUT`]. At about that time its silence makes its workers stale.
@@ -33,25 +31,8 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct AgentCredentials {
     /// The certificates; `None` if no agent speaks TLS.
     pub(crate) tls: Option<ClientTls>,
-    /// The tokens, of which the first is sent; `None` if there is none.
+    /// The tokens that the router shares with its agents; `None` if there is none.
     pub(crate) tokens: Option<Reloaded<Tokens>>,
-}
-
-/// The client of a control port.
-pub(crate) type AgentClient = WorkerAgentClient<InterceptedService<Channel, SendToken>>;
-
-/// Adds the token to each call, if there is one.
-#[derive(Debug, Clone)]
-pub(crate) struct SendToken(Option<Reloaded<Tokens>>);
-
-impl Interceptor for SendToken {
-    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        if let Some(tokens) = &self.0 {
-            let token = tokens.load().to_header();
-            request.metadata_mut().as_mut().insert(claim::TOKEN, token);
-        }
-        Ok(request)
-    }
 }
 
 /// Makes connections to the control port of one agent.
@@ -59,7 +40,8 @@ impl Interceptor for SendToken {
 pub(crate) struct AgentDialer {
     endpoint: Endpoint,
     connector: Connector,
-    token: SendToken,
+    /// Signs the requests to the agent; `None` without tokens.
+    signer: Option<Arc<Signer>>,
 }
 
 impl AgentDialer {
@@ -80,18 +62,38 @@ impl AgentDialer {
             .keep_alive_while_idle(true);
         let tls = credentials.tls.clone();
         let connector = Connector::new(HttpConnector::new(), tls, Protocol::Http2, connect_max);
-        Ok(Self { endpoint, connector, token: SendToken(credentials.tokens.clone()) })
+        let signer = credentials.tokens.clone().map(|tokens| Arc::new(Signer::new(tokens)));
+        Ok(Self { endpoint, connector, signer })
     }
 
-    /// Connects.
-    pub(crate) async fn connect(&self) -> Result<AgentClient, Error> {
-        let channel = self.endpoint.connect_with_connector(self.connector.clone()).await?;
-        Ok(WorkerAgentClient::with_interceptor(channel, self.token.clone()))
+    /// Returns what signs the requests to the agent; `None` without tokens.
+    pub(crate) fn signer(&self) -> Option<&Arc<Signer>> {
+        self.signer.as_ref()
+    }
+
+    /// Connects, and has the agent prove that it holds the token, if there is one.
+    ///
+    /// # Errors
+    /// Why not, for an operator.
+    pub(crate) async fn connect(&self) -> Result<AgentClient, String> {
+        let channel = self.endpoint.connect_with_connector(self.connector.clone()).await;
+        let channel = channel.map_err(|error| describe_error(&error))?;
+        let client = SignedChannel::proven_client(channel, self.signer.clone()).await;
+        client.map_err(|status| describe_status(&status))
     }
 
     /// Returns a client that connects at its first call, and again after a failure.
     pub(crate) fn connect_lazily(&self) -> AgentClient {
         let channel = self.endpoint.connect_with_connector_lazy(self.connector.clone());
-        WorkerAgentClient::with_interceptor(channel, self.token.clone())
+        SignedChannel::client(channel, self.signer.clone())
+    }
+}
+
+/// Formats the status of a failed call, and what it comes from, on one line.
+pub(crate) fn describe_status(status: &tonic::Status) -> String {
+    let text = format!("{:?}: {}", status.code(), status.message());
+    match std::error::Error::source(status) {
+        Some(source) => format!("{text}: {}", describe_error(source)),
+        None => text,
     }
 }

@@ -12,7 +12,10 @@ use axum::{
 };
 use serde::Deserialize;
 use serde_json::json;
-use service::refusal::{Code, Refusal};
+use service::{
+    proof,
+    refusal::{Code, Refusal},
+};
 use tracing::warn;
 
 use super::{SharedState, respond, sessions::read_body};
@@ -47,8 +50,11 @@ pub(super) async fn announce(
         let Some(announcements) = &shared.announcements else {
             return Err(forbidden("this router takes no announcements; set discovery.announce"));
         };
+        let headers = request.headers().clone();
         let body: AnnounceBody = read_body(&shared, &caller, request, true).await?;
+        let is_proven = announcements.is_proven(&body.agent_id, &body.control, &headers);
         let announcement = read_announcement(&caller, body)?;
+        is_proven.map_err(|error| forbidden(&unproven_text(&error)))?;
         let ttl_ms = announcement.ttl.as_millis();
         let refused = |error| match error {
             Error::Plain => forbidden(&format!("{error}")),
@@ -87,6 +93,14 @@ fn read_announcement(caller: &Caller, body: AnnounceBody) -> Result<Announcement
         ttl,
         is_leaving: leaving,
     })
+}
+
+fn unproven_text(error: &proof::Error) -> String {
+    format!(
+        "this router sends prompts to agents only that hold a token of its agents.token_file, and \
+         of this announcement, {error}: set the agent's auth.token_file, and update agents before \
+         routers"
+    )
 }
 
 fn forbidden(message: &str) -> Refusal {

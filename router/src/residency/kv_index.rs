@@ -34,8 +34,7 @@ use super::{
 use crate::{
     config::AGENTS_MAX,
     fleet::{
-        connect::describe_status,
-        dial::AgentDialer,
+        dial::{AgentDialer, describe_status},
         worker::{WORKER_NUMBERS_MAX, WorkerRef},
     },
 };
@@ -241,7 +240,7 @@ impl KvWatcher {
     /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, checker: &mut KvStreamChecker) -> String {
         let open_stream = async {
-            let client = self.dialer.connect().await.map_err(|error| describe_error(&error))?;
+            let client = self.dialer.connect().await?;
             let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
             let stream = client.watch_kv(WatchKvRequest {}).await;
             stream.map_err(|status| describe_status(&status))

@@ -21,7 +21,7 @@ use std::{
 
 use bytes::Bytes;
 use http::{
-    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header,
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, header,
     uri::{PathAndQuery, Scheme},
 };
 use http_body::{Body, Frame, SizeHint};
@@ -50,7 +50,7 @@ use super::{
     shared::Shared,
     spans,
     target::Target,
-    upstream::{SendError, UpstreamClient},
+    upstream::{SendError, UpstreamClient, is_refused_as_stranger},
     usage::TurnTokens,
 };
 use crate::{
@@ -191,13 +191,6 @@ pub(super) async fn send_request(
         SendError::Silent { was_sent } => NoAnswer::Silent { worker: worker_name(), was_sent },
         SendError::Late => NoAnswer::TimedOut,
     })
-}
-
-/// Whether the agent has refused a request because it doesn't recognize this router.
-fn is_refused_as_stranger(response: &Response<Incoming>) -> bool {
-    let code = response.headers().get(claim::REFUSAL);
-    response.status() == StatusCode::UNAUTHORIZED
-        && code.is_some_and(|code| code == claim::NOT_A_ROUTER)
 }
 
 /// Returns the header value for a turn's id.

@@ -9,26 +9,29 @@ use std::{
     time::{Duration, Instant},
 };
 
+use arc_swap::ArcSwapOption;
 use bytes::Bytes;
-use http::{Request, Response, uri::PathAndQuery};
+use http::{Request, Response, StatusCode, Uri, uri::PathAndQuery};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper_util::{
-    client::legacy::{Client, Error, ResponseFuture, connect::HttpConnector},
+    client::legacy::{Client, Error, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
-use proto::claim;
+use proto::{claim, proof};
 use service::{
     clock::now,
     descriptors,
-    reload::Reloaded,
-    router_token::Tokens,
+    proof::{connection::ProvenConnector, router::Signer},
     tls::{Protocol, client::Connector},
 };
 use tokio::sync::mpsc;
 
 use super::pulses::Pulses;
-use crate::fleet::{agent::Facts, dial::AgentCredentials, state::Update, worker::WorkerRef};
+use crate::{
+    config::AGENTS_MAX,
+    fleet::{agent::Facts, dial::AgentCredentials, state::Update, worker::WorkerRef},
+};
 
 /// Longest time that an idle connection to an agent is kept. Agents close idle connections after
 /// 75 s by default, and never before 15 s. The router's limit is lower, so that it sends no turn
@@ -74,9 +77,9 @@ pub(crate) struct UpstreamConnections {
 /// Sends requests to the agents' data ports.
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
-    client: Client<Connector, Full<Bytes>>,
-    /// The tokens, of which the first is sent with each request; `None` if there is none.
-    tokens: Option<Reloaded<Tokens>>,
+    client: Client<ProvenConnector, Full<Bytes>>,
+    /// What signs the requests to each agent, by its slot. Nothing does without a token.
+    signers: Vec<ArcSwapOption<Signer>>,
     /// Reports to the view task that a turn couldn't reach an agent. Sends the agent's index, the
     /// update and its time.
     update_sender: mpsc::Sender<(usize, Update, Instant)>,
@@ -99,14 +102,17 @@ impl UpstreamClient {
         connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
         connector.set_tcp_user_timeout(Some(UNACKNOWLEDGED_MAX));
         let AgentCredentials { tls, tokens } = connections.credentials;
-        let connector = Connector::new(connector, tls, Protocol::Http1, connections.connect_max);
+        let connect_max = connections.connect_max;
+        let connector = Connector::new(connector, tls, Protocol::Http1, connect_max);
+        let connector = ProvenConnector::new(connector, tokens, connect_max);
         let idle_per_agent = connections.idle_max / connections.agents_expected.max(1);
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(CONNECTION_IDLE_MAX)
             .pool_max_idle_per_host(idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX))
             .pool_timer(TokioTimer::new())
             .build(connector);
-        Self { client, tokens, update_sender, pulses }
+        let signers = (0..AGENTS_MAX).map(|_| ArcSwapOption::empty()).collect();
+        Self { client, signers, update_sender, pulses }
     }
 
     /// Sends a request to an agent and waits for the head of its answer, until `deadline` or until
@@ -120,7 +126,7 @@ impl UpstreamClient {
         if self.pulses.is_silent(agent) {
             return Err(SendError::Silent { was_sent: false });
         }
-        let answer = tokio::time::timeout_at(deadline.into(), self.request(request));
+        let answer = tokio::time::timeout_at(deadline.into(), self.send_signed(agent, request));
         tokio::select! {
             biased;
             answer = answer => match answer {
@@ -144,7 +150,8 @@ impl UpstreamClient {
     pub(super) async fn probe(&self, facts: &Facts, deadline: Instant) -> bool {
         let mut request = Request::new(Full::default());
         *request.uri_mut() = facts.data_uri(PathAndQuery::from_static("/health"));
-        match tokio::time::timeout_at(deadline.into(), self.request(request)).await {
+        // Unsigned: a refusal proves as well that the agent answers.
+        match tokio::time::timeout_at(deadline.into(), self.client.request(request)).await {
             Ok(Ok(_)) => true,
             // The time limit of connecting is shorter than the deadline.
             Ok(Err(error)) => {
@@ -155,12 +162,43 @@ impl UpstreamClient {
         }
     }
 
-    /// Sends a request with the token that shows the agent who this router is.
-    fn request(&self, mut request: Request<Full<Bytes>>) -> ResponseFuture {
-        if let Some(tokens) = &self.tokens {
-            request.headers_mut().insert(claim::TOKEN, tokens.load().to_header());
+    /// Sends a request with the proof that it comes from a router. If the agent's process is a new
+    /// one, for which the proof doesn't count, has that prove itself, and sends the request again.
+    async fn send_signed(
+        &self,
+        agent: usize,
+        mut request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, Error> {
+        let Some(signer) = self.signers[agent].load_full() else {
+            return self.client.request(request).await;
+        };
+        let unsigned = request.clone();
+        sign(&signer, &mut request);
+        let uri = request.uri().clone();
+        let answer = self.client.request(request).await?;
+        if !is_refused_as_stranger(&answer) || !self.say_hello(&signer, uri).await {
+            return Ok(answer);
         }
-        self.client.request(request)
+        let mut request = unsigned;
+        sign(&signer, &mut request);
+        self.client.request(request).await
+    }
+
+    /// Has the agent prove itself on the data port of the host of `uri`. Returns whether it did.
+    async fn say_hello(&self, signer: &Signer, uri: Uri) -> bool {
+        let hello = signer.hello();
+        let mut parts = uri.into_parts();
+        parts.path_and_query = Some(PathAndQuery::from_static(proof::PATH));
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = Uri::from_parts(parts).expect("only its path was replaced");
+        request.headers_mut().insert(proof::HELLO, hello.to_header());
+        let answer = self.client.request(request).await;
+        answer.is_ok_and(|answer| signer.accept_again(&hello, answer.headers()).is_ok())
+    }
+
+    /// Sets what signs the requests to the agent of a slot.
+    pub(crate) fn set_signer(&self, agent: usize, signer: Option<Arc<Signer>>) {
+        self.signers[agent].store(signer);
     }
 
     /// Returns which agents are silent.
@@ -174,4 +212,17 @@ impl UpstreamClient {
         let update = (worker.agent, Update::DataPortUnreachable(reason), now());
         let _ = self.update_sender.try_send(update);
     }
+}
+
+/// Adds the proof that a request comes from a router.
+fn sign(signer: &Signer, request: &mut Request<Full<Bytes>>) {
+    let (method, uri) = (request.method().clone(), request.uri().clone());
+    signer.sign(&method, &uri, request.headers_mut());
+}
+
+/// Whether the agent has refused a request because it doesn't recognize this router.
+pub(super) fn is_refused_as_stranger(response: &Response<Incoming>) -> bool {
+    let code = response.headers().get(claim::REFUSAL);
+    response.status() == StatusCode::UNAUTHORIZED
+        && code.is_some_and(|code| code == claim::NOT_A_ROUTER)
 }

@@ -154,6 +154,13 @@ impl WorkerAgent for Service {
         Err(Status::unimplemented("not used by the router"))
     }
 
+    async fn prove(
+        &self,
+        _: tonic::Request<v1::ProveRequest>,
+    ) -> Result<tonic::Response<v1::ProveResponse>, Status> {
+        Err(Status::unimplemented("it has no token"))
+    }
+
     async fn fetch_model_files(
         &self,
         request: tonic::Request<v1::FetchModelFilesRequest>,

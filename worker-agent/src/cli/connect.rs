@@ -4,9 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use hyper_util::client::legacy::connect::HttpConnector;
 use prometheus_client::registry::Registry;
-use proto::{claim, v1::worker_agent_client::WorkerAgentClient};
 use service::{
-    reload,
+    proof::router::{AgentClient, SignedChannel, Signer},
+    reload::{self, Reloaded},
     router_token::Tokens,
     tasks::Tasks,
     tls::{
@@ -14,33 +14,13 @@ use service::{
         client::{ClientFiles, ClientTls, Connector},
     },
 };
-use tonic::{
-    Request, Status,
-    service::{Interceptor, interceptor::InterceptedService},
-    transport::{Channel, Endpoint},
-};
+use tonic::transport::Endpoint;
 
 use super::Error;
 use crate::config::AgentArgs;
 
-/// The client of a control port.
-pub(super) type ControlClient = WorkerAgentClient<InterceptedService<Channel, SendToken>>;
-
-/// Adds the token to each call, if there is one.
-#[derive(Debug, Clone)]
-pub(super) struct SendToken(Option<Arc<Tokens>>);
-
-impl Interceptor for SendToken {
-    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        if let Some(tokens) = &self.0 {
-            request.metadata_mut().as_mut().insert(claim::TOKEN, tokens.to_header());
-        }
-        Ok(request)
-    }
-}
-
 /// Connects within `wait_max`, which is also the time limit of each call.
-pub(super) async fn connect(args: &AgentArgs, wait_max: Duration) -> Result<ControlClient, Error> {
+pub(super) async fn connect(args: &AgentArgs, wait_max: Duration) -> Result<AgentClient, Error> {
     let addr = args.control_addr;
     let scheme = if args.ca.is_some() { "https" } else { "http" };
     let url = format!("{scheme}://{addr}");
@@ -48,9 +28,11 @@ pub(super) async fn connect(args: &AgentArgs, wait_max: Duration) -> Result<Cont
     let connector = Connector::new(HttpConnector::new(), tls(args)?, Protocol::Http2, wait_max);
     let channel = endpoint.connect_with_connector(connector).await;
     let channel = channel.map_err(|error| Error::Unreachable(addr, error))?;
-    let tokens = args.token_file.clone().map(|path| Tokens::source(path).read());
-    let token = SendToken(tokens.transpose()?.map(Arc::new));
-    Ok(WorkerAgentClient::with_interceptor(channel, token))
+    let tokens = args.token_file.clone().map(|path| Tokens::source(path).read()).transpose()?;
+    let signer = tokens.map(|tokens| Arc::new(Signer::new(Reloaded::fixed(tokens))));
+    SignedChannel::proven_client(channel, signer)
+        .await
+        .map_err(|status| Error::Refused(status.message().to_owned()))
 }
 
 /// Reads the certificates that the arguments name.

@@ -1,20 +1,25 @@
-//! Decides whether a request comes from a router, by its certificate or token.
+//! Decides whether a request or call comes from a router, by its certificate or its proof.
 //!
 //! Both ports demand the proof of every request. So what a router is trusted with (claims of
 //! sessions, the engine's API key) is out of reach for everybody else, and knowing a session's
 //! principal and id is not enough to act for it. Only a port on loopback may demand no proof.
+
+use std::sync::Arc;
 
 use axum::{
     extract::{Request, State},
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use http::HeaderMap;
-use proto::claim;
+use http::{HeaderMap, Method, StatusCode, Uri};
+use proto::{
+    proof,
+    v1::{ProveRequest, ProveResponse},
+};
 use service::{
+    proof::{Error, agent::AgentProofs},
     refusal::{Code, Refusal},
-    reload::Reloaded,
-    router_token::Tokens,
+    tls::server::ServerTls,
 };
 
 use super::TurnContext;
@@ -29,34 +34,63 @@ pub enum Caller {
     Local,
 }
 
-/// What proves that a caller is a router. Clones follow the same files.
+/// What proves that a caller is a router. Clones share it.
 #[derive(Debug, Clone)]
 pub struct RouterAuth {
-    /// The tokens of which a router must send one; `None` if it needs none.
-    pub tokens: Option<Reloaded<Tokens>>,
+    /// The proofs by a token that routers and this agent share; `None` if it has no token.
+    pub proofs: Option<Arc<AgentProofs>>,
     /// Whether the ports accept only connections with a router's certificate.
     pub has_mutual_tls: bool,
+}
+
+/// Who may use the data and control port, and how their connections are encrypted.
+#[derive(Debug, Clone)]
+pub struct PortAccess {
+    /// Recognizes the routers among the callers.
+    pub router_auth: RouterAuth,
+    /// The certificates; `None` without TLS.
+    pub tls: Option<ServerTls>,
 }
 
 impl RouterAuth {
     /// Whether callers must prove that they are routers.
     #[must_use]
     pub fn is_demanded(&self) -> bool {
-        self.tokens.is_some() || self.has_mutual_tls
+        self.proofs.is_some() || self.has_mutual_tls
     }
 
-    /// Returns who sent a request with these headers; `None` if it isn't allowed. If both a
-    /// certificate and a token are demanded, both are needed.
-    #[must_use]
-    pub fn identify(&self, headers: &HeaderMap) -> Option<Caller> {
-        let token = headers.get(claim::TOKEN).map(http::HeaderValue::as_bytes);
-        if let Some(tokens) = &self.tokens
-            && !tokens.load().accept(token)
-        {
-            return None;
+    /// Returns who sent a request or call. If both a certificate and a token are demanded, both are
+    /// needed.
+    ///
+    /// # Errors
+    /// If the caller isn't a router. The text is for an operator.
+    pub fn identify(
+        &self,
+        method: &Method,
+        uri: &Uri,
+        headers: &HeaderMap,
+    ) -> Result<Caller, String> {
+        if let Some(proofs) = &self.proofs {
+            proofs.check(method, uri, headers).map_err(|error| stranger_text(&error))?;
         }
-        Some(if self.is_demanded() { Caller::Router } else { Caller::Local })
+        Ok(if self.is_demanded() { Caller::Router } else { Caller::Local })
     }
+
+    /// Proves to the sender of a hello that this agent holds the token.
+    ///
+    /// # Errors
+    /// If it doesn't, or has none.
+    pub fn prove(&self, hello: &ProveRequest) -> Result<ProveResponse, Error> {
+        self.proofs.as_ref().ok_or(Error::OtherToken)?.answer(hello)
+    }
+}
+
+/// Returns what an operator reads when a caller isn't taken for a router.
+pub(crate) fn stranger_text(error: &Error) -> String {
+    format!(
+        "this port serves routers only, and the caller is none ({error}): send your requests to a \
+         router, and set its agents.token_file to a token of this agent's auth.token_file"
+    )
 }
 
 /// Lets a request to the data port pass if its caller may send it, and notes who the caller is.
@@ -65,21 +99,26 @@ pub(super) async fn demand_router(
     mut request: Request,
     next: Next,
 ) -> Response {
-    match context.router_auth.identify(request.headers()) {
-        Some(caller) => {
+    let auth = &context.router_auth;
+    let identified = match &auth.proofs {
+        // Only who has proven to be a router is told what else there is.
+        Some(proofs) if request.uri().path() == proof::PATH => {
+            match proofs.answer_headers(request.headers()) {
+                Ok(answer) => return (StatusCode::OK, [(proof::AGENT, answer)]).into_response(),
+                Err(error) => Err(stranger_text(&error)),
+            }
+        }
+        _ => auth.identify(request.method(), request.uri(), request.headers()),
+    };
+    match identified {
+        Ok(caller) => {
             request.extensions_mut().insert(caller);
             next.run(request).await
         }
-        None => {
-            let refusal = refusal();
+        Err(text) => {
+            let refusal = Refusal::new(Code::NotARouter, text);
             context.metrics.count_refusal(refusal.code);
             refusal.into_response()
         }
     }
-}
-
-fn refusal() -> Refusal {
-    let text = "this port serves routers only: send your requests to a router, or set its \
-                agents.token_file to a token of this agent's auth.token_file";
-    Refusal::new(Code::NotARouter, text)
 }

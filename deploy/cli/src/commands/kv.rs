@@ -16,11 +16,12 @@ use proto::{
     v1,
 };
 use serde_json::{Value, json};
+use service::proof::router::AgentClient;
 
 use super::{Outcome, print};
 use crate::{
     args::{KvArgs, TargetArgs},
-    connect::agent::{self, AgentClient},
+    connect::agent,
     error::Error,
     text::clean,
 };

@@ -5,6 +5,7 @@ use std::time::Duration;
 use proto::{load, v1};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
+use service::proof::router::AgentClient;
 
 use super::{
     Outcome,
@@ -14,10 +15,7 @@ use super::{
 use crate::{
     api::Session,
     args::{SessionsArgs, TargetArgs},
-    connect::{
-        agent::{self, AgentClient},
-        router::RouterClient,
-    },
+    connect::{agent, router::RouterClient},
     error::Error,
     text::{
         clean, count, known, millis,

@@ -2,35 +2,19 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{claim, v1::worker_agent_client::WorkerAgentClient};
-use service::{router_token::Tokens, tls::Protocol};
-use tonic::{
-    Code, Request, Status,
-    service::{Interceptor, interceptor::InterceptedService},
-    transport::{Channel, Endpoint},
+use service::{
+    proof::router::{AgentClient, SignedChannel, Signer},
+    reload::Reloaded,
+    router_token::Tokens,
+    tls::Protocol,
 };
+use tonic::{Code, Status, transport::Endpoint};
 
 use super::{connector, normalize_url};
 use crate::{
     args::TargetArgs,
     error::{Error, chain},
 };
-
-/// The client of a control port.
-pub type AgentClient = WorkerAgentClient<InterceptedService<Channel, SendToken>>;
-
-/// Adds the token to each call, if there is one.
-#[derive(Debug, Clone)]
-pub struct SendToken(Option<Arc<Tokens>>);
-
-impl Interceptor for SendToken {
-    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        if let Some(tokens) = &self.0 {
-            request.metadata_mut().as_mut().insert(claim::TOKEN, tokens.to_header());
-        }
-        Ok(request)
-    }
-}
 
 /// Connects to the agent that the arguments name. `wait_max` is the time limit of each call.
 ///
@@ -57,7 +41,9 @@ pub async fn connect_to(
     let tokens = args.token_file.clone().map(|path| Tokens::source(path).read()).transpose()?;
     let channel = endpoint.connect_with_connector(connector).await;
     let channel = channel.map_err(|error| unreachable_error(url, chain(&error)))?;
-    Ok(WorkerAgentClient::with_interceptor(channel, SendToken(tokens.map(Arc::new))))
+    let signer = tokens.map(|tokens| Arc::new(Signer::new(Reloaded::fixed(tokens))));
+    let client = SignedChannel::proven_client(channel, signer).await;
+    client.map_err(|status| call_error(args, &status))
 }
 
 /// Converts the status of a call. Each says why in the agent's own words.

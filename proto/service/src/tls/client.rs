@@ -134,7 +134,7 @@ impl Connector {
 }
 
 /// Why no connection was made. The same type as in hyper and tonic.
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
+pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Service<Uri> for Connector {
     type Response = MaybeHttpsStream<TokioIo<TcpStream>>;
@@ -163,7 +163,7 @@ impl Service<Uri> for Connector {
     }
 }
 
-async fn with_limit<T>(
+pub(crate) async fn with_limit<T>(
     limit: Duration,
     connecting: impl Future<Output = Result<T, BoxError>>,
 ) -> Result<T, BoxError> {

@@ -1,0 +1,163 @@
+//! Proofs by which routers and agents recognize each other, without sending their shared token.
+//!
+//! - A router says hello with a random nonce. The agent answers with an HMAC by the token over the
+//!   nonce, its id and a *challenge*. So the router knows that it has reached an agent of its
+//!   fleet, before it sends anything else: on each connection to a data port, by [`connection`],
+//!   and on each to a control port, by [`router::SignedChannel`].
+//! - A router *signs* each request and call: an HMAC by the token over the challenge, a number, the
+//!   method, the path, and the headers that only a router may send. An agent takes each number once
+//!   ([`windows`]). So who listens on the network, or answers in an agent's place, learns nothing
+//!   by which it could act as a router.
+//! - An agent that announces itself signs its id and its address ([`announcement`]).
+//!
+//! Requests are signed, not connections, because a proxy between the two may send the requests of
+//! several peers over one connection. Bodies are neither signed nor encrypted: that is done by TLS,
+//! here or elsewhere.
+
+pub mod agent;
+pub mod announcement;
+pub mod connection;
+pub mod router;
+mod windows;
+
+use base64::{Engine as _, prelude::BASE64_STANDARD_NO_PAD};
+use http::{HeaderMap, HeaderValue, Method, Uri};
+use proto::{claim, proof};
+
+use crate::router_token::{Mac, TOKEN_ID_BYTES, Token};
+
+/// Bytes of a nonce.
+const NONCE_BYTES: usize = 32;
+/// Bytes of a challenge: what is random for each agent process, and a number for each hello.
+const CHALLENGE_BYTES: usize = 16 + 8;
+/// Bytes of the random name of one router's connection to one agent.
+const ROUTER_BYTES: usize = 16;
+/// Bytes of an HMAC.
+const MAC_BYTES: usize = 32;
+/// The longest header with a proof, in characters. An agent's answer has its id, of 255 bytes at
+/// most; a request's proof has 118 characters.
+const HEADER_CHARS_MAX: usize = 1024;
+
+/// Why a proof doesn't count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// There is none.
+    #[error("it has no proof")]
+    Missing,
+    /// It can't be read.
+    #[error("its proof can't be read")]
+    Malformed,
+    /// It is made by a token that this process doesn't have.
+    #[error("its token is another one")]
+    OtherToken,
+    /// It is not made by the token that it names, or it is the proof of something else.
+    #[error("its proof is forged")]
+    Forged,
+    /// It answers a challenge of an earlier agent process, or is too old.
+    #[error("its proof is outdated")]
+    Outdated,
+    /// It was used before.
+    #[error("its proof was used before")]
+    Replayed,
+}
+
+/// What makes a request's proof differ from every other one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    challenge: [u8; CHALLENGE_BYTES],
+    router: [u8; ROUTER_BYTES],
+    /// The number of the request: 0, 1, …
+    number: u64,
+}
+
+/// The proof of a request, as its header has it.
+#[derive(Debug, PartialEq, Eq)]
+struct RequestProof {
+    token_id: [u8; TOKEN_ID_BYTES],
+    stamp: Stamp,
+    mac: [u8; MAC_BYTES],
+}
+
+impl RequestProof {
+    fn to_header(&self) -> HeaderValue {
+        let Stamp { challenge, router, number } = &self.stamp;
+        let number = number.to_le_bytes();
+        encode(&[&self.token_id[..], challenge, router, &number, &self.mac].concat())
+    }
+
+    fn from_header(value: &HeaderValue) -> Result<Self, Error> {
+        let bytes = decode(value)?;
+        let mut rest = &bytes[..];
+        let proof = Self {
+            token_id: take(&mut rest)?,
+            stamp: Stamp {
+                challenge: take(&mut rest)?,
+                router: take(&mut rest)?,
+                number: u64::from_le_bytes(take(&mut rest)?),
+            },
+            mac: take(&mut rest)?,
+        };
+        if rest.is_empty() { Ok(proof) } else { Err(Error::Malformed) }
+    }
+}
+
+/// Takes the next bytes.
+fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Error> {
+    let (taken, others) = rest.split_first_chunk().ok_or(Error::Malformed)?;
+    *rest = others;
+    Ok(*taken)
+}
+
+fn encode(bytes: &[u8]) -> HeaderValue {
+    HeaderValue::try_from(BASE64_STANDARD_NO_PAD.encode(bytes)).expect("Base64 is legal")
+}
+
+fn decode(value: &HeaderValue) -> Result<Vec<u8>, Error> {
+    if value.len() > HEADER_CHARS_MAX {
+        return Err(Error::Malformed);
+    }
+    BASE64_STANDARD_NO_PAD.decode(value).map_err(|_| Error::Malformed)
+}
+
+/// Returns the HMAC of an agent's answer to a hello.
+fn hello_mac(token: &Token, agent_id: &str, nonce: &[u8], challenge: &[u8]) -> Mac {
+    let mut mac = token.mac("berth agent");
+    [agent_id.as_bytes(), nonce, challenge].iter().for_each(|part| mac.add(part));
+    mac
+}
+
+/// Returns the HMAC of a request to the agent `agent_id`.
+fn request_mac(
+    token: &Token,
+    agent_id: &str,
+    stamp: &Stamp,
+    (method, uri, headers): (&Method, &Uri, &HeaderMap),
+) -> Mac {
+    let mut mac = token.mac("berth router");
+    let path = uri.path_and_query().map_or("", |path| path.as_str());
+    let Stamp { challenge, router, number } = stamp;
+    let number = number.to_le_bytes();
+    let parts = [agent_id.as_bytes(), challenge, router, &number];
+    parts.iter().for_each(|part| mac.add(part));
+    mac.add(method.as_str().as_bytes());
+    mac.add(path.as_bytes());
+    for name in &claim::TRUSTED {
+        if *name != claim::TOKEN && *name != proof::REQUEST {
+            for value in headers.get_all(name) {
+                mac.add(name.as_str().as_bytes());
+                mac.add(value.as_bytes());
+            }
+        }
+    }
+    mac
+}
+
+/// Fills an array with random bytes.
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).expect("the system has random bytes");
+    bytes
+}
+
+#[cfg(test)]
+mod tests;

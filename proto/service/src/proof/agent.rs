@@ -1,0 +1,99 @@
+//! The agent's side: answers hellos, and checks that requests and calls come from routers.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use http::{HeaderMap, HeaderValue, Method, Uri};
+use parking_lot::Mutex;
+use prost::Message as _;
+use proto::{
+    claim, proof,
+    v1::{ProveRequest, ProveResponse},
+};
+
+use super::{
+    CHALLENGE_BYTES, Error, NONCE_BYTES, RequestProof, announcement, decode, encode, hello_mac,
+    random, request_mac, windows::Windows,
+};
+use crate::{reload::Reloaded, router_token::Tokens};
+
+/// Bytes of a challenge that each agent process has of its own.
+const PROCESS_BYTES: usize = 16;
+
+/// What one agent process proves itself with, and which proofs it has taken. Both ports share it.
+#[derive(Debug)]
+pub struct AgentProofs {
+    agent_id: String,
+    tokens: Reloaded<Tokens>,
+    process: [u8; PROCESS_BYTES],
+    hellos: AtomicU64,
+    windows: Mutex<Windows>,
+}
+
+impl AgentProofs {
+    /// Creates the proofs of a process that has taken none.
+    #[must_use]
+    pub fn new(agent_id: String, tokens: Reloaded<Tokens>) -> Self {
+        let (process, hellos, windows) = (random(), AtomicU64::new(0), Mutex::default());
+        Self { agent_id, tokens, process, hellos, windows }
+    }
+
+    /// Proves to the sender of a hello that this agent holds the token.
+    ///
+    /// # Errors
+    /// If the hello can't be read, or names another token.
+    pub fn answer(&self, hello: &ProveRequest) -> Result<ProveResponse, Error> {
+        if hello.nonce.len() != NONCE_BYTES {
+            return Err(Error::Malformed);
+        }
+        let tokens = self.tokens.load();
+        let token = tokens.find(&hello.token_id).ok_or(Error::OtherToken)?;
+        let number = self.hellos.fetch_add(1, Ordering::Relaxed);
+        let challenge = [&self.process[..], &number.to_le_bytes()].concat();
+        let mac = hello_mac(token, &self.agent_id, &hello.nonce, &challenge).finish();
+        Ok(ProveResponse { agent_id: self.agent_id.clone(), challenge, mac: mac.to_vec() })
+    }
+
+    /// Answers the hello in a request's headers, with the value of a header.
+    ///
+    /// # Errors
+    /// If there is none, if it can't be read, or if it names another token.
+    pub fn answer_headers(&self, headers: &HeaderMap) -> Result<HeaderValue, Error> {
+        let hello = decode(headers.get(proof::HELLO).ok_or(Error::Missing)?)?;
+        let hello = ProveRequest::decode(&hello[..]).map_err(|_| Error::Malformed)?;
+        Ok(encode(&self.answer(&hello)?.encode_to_vec()))
+    }
+
+    /// Returns the proof of this agent's announcement, that its control port is at the URL
+    /// `control`: the value of the header [`AGENT`](proof::AGENT).
+    #[must_use]
+    pub fn sign_announcement(&self, control: &str) -> HeaderValue {
+        announcement::sign(&self.tokens.load(), &self.agent_id, control)
+    }
+
+    /// Checks that a request or call comes from a router: that it is signed, or has the token in
+    /// clear, as routers of earlier versions send it.
+    ///
+    /// # Errors
+    /// Why it doesn't.
+    pub fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
+        let tokens = self.tokens.load();
+        let Some(value) = headers.get(proof::REQUEST) else {
+            let token = headers.get(claim::TOKEN).ok_or(Error::Missing)?;
+            let is_known = tokens.accept_in_clear(token.as_bytes());
+            return if is_known { Ok(()) } else { Err(Error::OtherToken) };
+        };
+        let RequestProof { token_id, stamp, mac } = RequestProof::from_header(value)?;
+        let token = tokens.find(&token_id).ok_or(Error::OtherToken)?;
+        if !request_mac(token, &self.agent_id, &stamp, (method, uri, headers)).is(&mac) {
+            return Err(Error::Forged);
+        }
+        let hello = self.hello_of(&stamp.challenge).ok_or(Error::Outdated)?;
+        self.windows.lock().take(stamp.router, hello, stamp.number)
+    }
+
+    /// Returns the number of the hello that got this challenge; `None` if another process gave it.
+    fn hello_of(&self, challenge: &[u8; CHALLENGE_BYTES]) -> Option<u64> {
+        let number = challenge.strip_prefix(&self.process)?;
+        Some(u64::from_le_bytes(number.try_into().ok()?))
+    }
+}

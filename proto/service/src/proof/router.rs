@@ -1,0 +1,219 @@
+//! The router's side: has an agent prove itself, and signs the requests and calls to it.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use arc_swap::ArcSwapOption;
+use http::{HeaderMap, HeaderValue, Method, Request, Uri};
+use prost::Message as _;
+use proto::{
+    proof,
+    v1::{ProveRequest, ProveResponse, worker_agent_client::WorkerAgentClient},
+};
+use tonic::{
+    Code, Status,
+    body::Body,
+    transport::{self, Channel},
+};
+use tower_service::Service;
+
+use super::{
+    CHALLENGE_BYTES, Error, NONCE_BYTES, ROUTER_BYTES, RequestProof, Stamp, decode, encode,
+    hello_mac, random, request_mac,
+};
+use crate::{reload::Reloaded, router_token::Tokens};
+
+/// The client of a control port, whose calls are signed.
+pub type AgentClient = WorkerAgentClient<SignedChannel>;
+
+/// A hello that is not answered yet.
+#[derive(Debug)]
+pub struct Hello {
+    nonce: [u8; NONCE_BYTES],
+    tokens: Arc<Tokens>,
+}
+
+/// What an agent has said of itself, with proof.
+#[derive(Debug, PartialEq, Eq)]
+struct ProvenAgent {
+    agent_id: String,
+    challenge: [u8; CHALLENGE_BYTES],
+}
+
+/// Signs the requests to one agent, on both of its ports.
+#[derive(Debug)]
+pub struct Signer {
+    tokens: Reloaded<Tokens>,
+    name: [u8; ROUTER_BYTES],
+    next_number: AtomicU64,
+    /// `None` until the agent has proven itself.
+    agent: ArcSwapOption<ProvenAgent>,
+}
+
+impl Hello {
+    /// Creates a hello to an agent that holds the first of these tokens.
+    #[must_use]
+    pub fn new(tokens: Arc<Tokens>) -> Self {
+        Self { nonce: random(), tokens }
+    }
+
+    /// Returns the message to the agent.
+    #[must_use]
+    pub fn message(&self) -> ProveRequest {
+        let token_id = self.tokens.first().id().to_vec();
+        ProveRequest { token_id, nonce: self.nonce.to_vec() }
+    }
+
+    /// Returns the message as the value of the header [`HELLO`](proof::HELLO).
+    #[must_use]
+    pub fn to_header(&self) -> HeaderValue {
+        encode(&self.message().encode_to_vec())
+    }
+
+    /// Reads the answer in the header [`AGENT`](proof::AGENT) of a response. It is not checked.
+    pub(super) fn read_answer(headers: &HeaderMap) -> Result<ProveResponse, Error> {
+        let bytes = decode(headers.get(proof::AGENT).ok_or(Error::Missing)?)?;
+        ProveResponse::decode(&bytes[..]).map_err(|_| Error::Malformed)
+    }
+
+    /// Checks an agent's answer.
+    ///
+    /// # Errors
+    /// If the agent doesn't hold the token.
+    fn check(&self, answer: ProveResponse) -> Result<ProvenAgent, Error> {
+        let ProveResponse { agent_id, challenge, mac } = answer;
+        if !hello_mac(self.tokens.first(), &agent_id, &self.nonce, &challenge).is(&mac) {
+            return Err(Error::Forged);
+        }
+        let challenge = challenge.try_into().map_err(|_| Error::Malformed)?;
+        Ok(ProvenAgent { agent_id, challenge })
+    }
+
+    /// Checks the answer in a response's headers.
+    ///
+    /// # Errors
+    /// If the agent doesn't hold the token.
+    pub fn check_headers(&self, headers: &HeaderMap) -> Result<(), Error> {
+        self.check(Self::read_answer(headers)?).map(drop)
+    }
+}
+
+impl Signer {
+    /// Creates the signer for an agent that has proven nothing yet.
+    #[must_use]
+    pub fn new(tokens: Reloaded<Tokens>) -> Self {
+        let (name, next_number) = (random(), AtomicU64::new(0));
+        Self { tokens, name, next_number, agent: ArcSwapOption::empty() }
+    }
+
+    /// Creates a hello to the agent.
+    #[must_use]
+    pub fn hello(&self) -> Hello {
+        Hello::new(self.tokens.load())
+    }
+
+    /// Takes the answer to a hello on the control port.
+    ///
+    /// # Errors
+    /// If the agent doesn't hold the token.
+    pub fn accept(&self, hello: &Hello, answer: ProveResponse) -> Result<(), Error> {
+        self.agent.store(Some(Arc::new(hello.check(answer)?)));
+        Ok(())
+    }
+
+    /// Takes the answer to a hello on the data port, which may come from a new process of the
+    /// agent.
+    ///
+    /// # Errors
+    /// If what answers isn't the agent that has proven itself on the control port.
+    pub fn accept_again(&self, hello: &Hello, headers: &HeaderMap) -> Result<(), Error> {
+        let answer = hello.check(Hello::read_answer(headers)?)?;
+        let known = self.agent.load();
+        if known.as_ref().is_none_or(|known| known.agent_id != answer.agent_id) {
+            return Err(Error::Forged);
+        }
+        self.agent.store(Some(Arc::new(answer)));
+        Ok(())
+    }
+
+    /// Signs a request. Does nothing until the agent has proven itself; the agent refuses the
+    /// request then.
+    pub fn sign(&self, method: &Method, uri: &Uri, headers: &mut HeaderMap) {
+        let agent = self.agent.load();
+        let Some(ProvenAgent { agent_id, challenge }) = agent.as_deref() else { return };
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let stamp = Stamp { challenge: *challenge, router: self.name, number };
+        let tokens = self.tokens.load();
+        let token = tokens.first();
+        let mac = request_mac(token, agent_id, &stamp, (method, uri, headers)).finish();
+        let proof = RequestProof { token_id: *token.id(), stamp, mac };
+        headers.insert(proof::REQUEST, proof.to_header());
+    }
+}
+
+/// A channel to a control port. With a signer, each call is signed.
+#[derive(Debug, Clone)]
+pub struct SignedChannel {
+    channel: Channel,
+    signer: Option<Arc<Signer>>,
+}
+
+impl SignedChannel {
+    /// Returns the client of the control port at the other end of `channel`.
+    #[must_use]
+    pub fn client(channel: Channel, signer: Option<Arc<Signer>>) -> AgentClient {
+        WorkerAgentClient::new(Self { channel, signer })
+    }
+
+    /// Returns the client of the control port at the other end of `channel`, after the agent has
+    /// proven itself, if there is a signer.
+    ///
+    /// # Errors
+    /// If the agent can't be asked, or doesn't hold the token.
+    pub async fn proven_client(
+        channel: Channel,
+        signer: Option<Arc<Signer>>,
+    ) -> Result<AgentClient, Status> {
+        let mut client = Self::client(channel, signer.clone());
+        if let Some(signer) = signer {
+            let hello = signer.hello();
+            let answer = client.prove(hello.message()).await.map_err(|status| {
+                if status.code() != Code::Unimplemented {
+                    return status;
+                }
+                let text = "the agent can't prove itself: update it, and then its routers";
+                Status::unauthenticated(text)
+            })?;
+            signer.accept(&hello, answer.into_inner()).map_err(|_| {
+                Status::unauthenticated(
+                    "what answers doesn't hold the token of agents.token_file, so it is no agent \
+                     of this fleet; check the agent's address and its auth.token_file",
+                )
+            })?;
+        }
+        Ok(client)
+    }
+}
+
+impl Service<Request<Body>> for SignedChannel {
+    type Response = http::Response<Body>;
+    type Error = transport::Error;
+    type Future = <Channel as Service<Request<Body>>>::Future;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.channel.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let (mut head, body) = request.into_parts();
+        if let Some(signer) = &self.signer {
+            signer.sign(&head.method, &head.uri, &mut head.headers);
+        }
+        self.channel.call(Request::from_parts(head, body))
+    }
+}
