@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
 mod engine_key;
+mod proof;
 mod rotation;
 
 use axum::body::Body;
