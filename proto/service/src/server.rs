@@ -35,7 +35,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Poll, ready},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
@@ -49,6 +49,7 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::{
     net::{TcpListener, TcpStream},
     time::Sleep,
@@ -94,6 +95,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const LISTEN_BACKLOG: i32 = 1024;
 /// Time for an evicted connection to send the rest of its last answer.
 const EVICTED_TIME_MAX: Duration = Duration::from_secs(1);
+/// Interval at which a connection with a running request is looked at, whether its client has gone
+/// although bytes of a next request wait.
+const CLIENT_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the speed of a slow client is checked.
 const DRAIN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -181,6 +185,15 @@ pub async fn serve(
     }
 }
 
+/// Whether a client has closed its side of a connection.
+fn is_client_gone(stream: &ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>) -> bool {
+    let socket = stream.get_ref().get_ref();
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    // The system reports these without being asked for them.
+    let is_gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(is_gone)
+}
+
 /// Why the server stops serving a connection before the connection's own end.
 enum Interruption {
     Stop,
@@ -214,11 +227,17 @@ async fn serve_stream(
         .header_read_timeout(limits.keep_alive)
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(
-            TokioIo::new(RefusalIo::new(stream, open_requests.clone())),
-            Watched::new(service_fn(move |request| handler.serve(request)), open_requests),
+            TokioIo::new(RefusalIo::new(stream, is_client_gone, open_requests.clone())),
+            Watched::new(service_fn(move |request| handler.serve(request)), open_requests.clone()),
         );
     let mut http = std::pin::pin!(http);
-    let mut driver = Driver { current_answer, drain_rate: limits.drain_rate, check: None };
+    let mut driver = Driver {
+        current_answer,
+        drain_rate: limits.drain_rate,
+        check: None,
+        open_requests,
+        client_look: None,
+    };
     let interruption = {
         let header_late = tokio::time::sleep(HEADER_TIME_MAX);
         let (mut header_late, mut stop) = (std::pin::pin!(header_late), std::pin::pin!(stop));
@@ -279,9 +298,31 @@ struct Driver {
     drain_rate: DrainRate,
     /// When the client's speed is checked next. `None` while the client keeps up.
     check: Option<Pin<Box<Sleep>>>,
+    open_requests: Requests,
+    /// When the next look is whether the client has gone. `None` if no request ran at the last one.
+    client_look: Option<Pin<Box<Sleep>>>,
 }
 
 impl Driver {
+    /// Has hyper's next flush look whether the client has gone, every second while a request runs.
+    fn look_for_client(&mut self, context: &mut Context<'_>) {
+        if let Some(look) = &mut self.client_look {
+            if look.as_mut().poll(context).is_pending() {
+                return;
+            }
+            self.client_look = None;
+            if self.open_requests.is_any_open() {
+                self.open_requests.look_for_client();
+            }
+        }
+        if self.open_requests.is_any_open() {
+            let mut look = Box::pin(tokio::time::sleep(CLIENT_LOOK_INTERVAL));
+            if look.as_mut().poll(context).is_pending() {
+                self.client_look = Some(look);
+            }
+        }
+    }
+
     async fn run<F>(&mut self, mut http: Pin<&mut F>) -> Result<(), ConnectionEnd>
     where
         F: Future<Output = Result<(), hyper::Error>>,
@@ -290,9 +331,11 @@ impl Driver {
             if let Some(answer) = self.current_answer.get() {
                 answer.clear_awaited();
             }
+            self.look_for_client(context);
             if let Poll::Ready(ended) = http.as_mut().poll(context) {
                 return Poll::Ready(ended.map_err(ConnectionEnd::Http));
             }
+            self.look_for_client(context);
             let Some(answer) = self.current_answer.get() else {
                 self.check = None;
                 return Poll::Pending;

@@ -180,6 +180,26 @@ async fn a_client_that_reads_too_slowly_is_cut_off() {
     assert_eq!(server.metric(line), 1);
 }
 
+/// With bytes of a next request in its buffer, hyper waits for the answer before it reads on.
+#[tokio::test]
+async fn a_request_ends_with_its_client_although_that_had_begun_another_one() {
+    let (frames, receiver) = mpsc::channel(1);
+    let (app, dropped) = answer_from(receiver);
+    let server = Server::start(app, |_| {}).await;
+    let mut client = server.connect().await;
+    client.write_all(b"GET /answer HTTP/1.1\r\nhost: x\r\n\r\nG").await.unwrap();
+    // The request runs when its first frame has been taken.
+    frames.send(Bytes::from_static(b"event")).await.unwrap();
+    assert_eq!(status(&mut client).await, 200);
+    let still_there = tokio::time::timeout(3 * CLIENT_LOOK_INTERVAL, dropped.cancelled());
+    assert!(still_there.await.is_err(), "it ended although its client is there");
+    let mut rest = [0; 1024];
+    while !matches!(client.try_read(&mut rest), Err(_) | Ok(0)) {}
+    drop(client);
+    let ended = tokio::time::timeout(Duration::from_secs(60), dropped.cancelled());
+    assert!(ended.await.is_ok(), "it runs on without its client");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_silent_client_is_closed_after_the_header_time_and_an_idle_one_after_keep_alive() {
     let server = Server::start(Router::new(), |_| {}).await;

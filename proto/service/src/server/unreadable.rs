@@ -10,7 +10,13 @@
 //! [`RefusalIo`] stands between hyper and the connection and writes a [`Refusal`] with the same
 //! status instead. [`Watched`] tells it of requests in the service.
 //!
-//! In both cases, closing a connection that has unread bytes resets it, and the client could lose
+//! Hyper closes a connection that begins with HTTP/2 without an answer. `RefusalIo` spoils the first
+//! byte, so that it is one more request that hyper can't parse.
+//!
+//! Hyper notices that a client has gone only while it has read nothing of a next request. So the
+//! connection's owner has `RefusalIo` look for that, now and then ([`Requests::look_for_client`]).
+//!
+//! In both cases of a refusal, closing a connection that has unread bytes resets it, and the client could lose
 //! the answer. So `RefusalIo` reads and drops what the client still sends, for a short time. The
 //! connection is idle meanwhile.
 
@@ -45,6 +51,9 @@ const DRAIN_TIME_MAX: Duration = Duration::from_secs(1);
 /// The most such bytes.
 const DRAIN_BYTES_MAX: usize = 64 << 20;
 
+/// What a client of HTTP/2 sends first.
+const HTTP2_BEGIN: &[u8] = b"PRI * HTTP/2.0\r\n";
+
 /// Most bytes of a body that are read only to be dropped, while the connection goes on.
 const DISCARDED_BYTES_MAX: usize = 64 * 1024;
 /// How often the connection is looked at for such a body. What has arrived is there by then.
@@ -65,6 +74,8 @@ struct RequestState {
     is_body_unread: AtomicBool,
     /// That body, once the service has dropped it.
     dropped_body: Mutex<Option<Incoming>>,
+    /// Whether to look whether the client has gone.
+    is_look_due: AtomicBool,
 }
 
 impl Requests {
@@ -74,6 +85,16 @@ impl Requests {
         *self.0.dropped_body.lock() = None;
         self.0.is_unflushed.store(true, Ordering::Relaxed);
         OpenRequest(self.clone())
+    }
+
+    /// Whether the answer of a request has not ended.
+    pub(super) fn is_any_open(&self) -> bool {
+        self.0.open.load(Ordering::Relaxed) > 0
+    }
+
+    /// Has the next flush look whether the client has gone.
+    pub(super) fn look_for_client(&self) {
+        self.0.is_look_due.store(true, Ordering::Relaxed);
     }
 
     /// Whether bytes that hyper writes now may be the service's.
@@ -235,7 +256,12 @@ impl<B: Body + Unpin> Body for WatchedBody<B> {
 /// A connection on which hyper's own answers become refusals.
 pub(super) struct RefusalIo<I> {
     io: I,
+    /// Whether the client has closed its side.
+    is_client_gone: fn(&I) -> bool,
     requests: Requests,
+    is_read_before: bool,
+    /// Whether the client began with HTTP/2.
+    is_http2: bool,
     /// The refusal's bytes that are not written yet. `None` if there is no refusal.
     refusal: Option<Bytes>,
     /// Set while bytes that follow the refused request are dropped.
@@ -249,8 +275,16 @@ struct Drain {
 }
 
 impl<I> RefusalIo<I> {
-    pub(super) fn new(io: I, requests: Requests) -> Self {
-        Self { io, requests, refusal: None, drain: None }
+    pub(super) fn new(io: I, is_client_gone: fn(&I) -> bool, requests: Requests) -> Self {
+        Self {
+            io,
+            is_client_gone,
+            requests,
+            is_read_before: false,
+            is_http2: false,
+            refusal: None,
+            drain: None,
+        }
     }
 
     /// Replaces hyper's own answer to a request that it can't parse. Returns `None` if the bytes
@@ -260,7 +294,7 @@ impl<I> RefusalIo<I> {
         if self.requests.is_unflushed() {
             return None;
         }
-        self.refusal = Some(refusal_for(answer)?);
+        self.refusal = Some(refusal_for(answer, self.is_http2)?);
         Some(())
     }
 }
@@ -280,9 +314,14 @@ impl<I: AsyncWrite + Unpin> RefusalIo<I> {
 }
 
 /// Returns the refusal in place of an answer of hyper's, as bytes of HTTP/1.1.
-fn refusal_for(answer: &[u8]) -> Option<Bytes> {
+fn refusal_for(answer: &[u8], is_http2: bool) -> Option<Bytes> {
     let status = answer.strip_prefix(b"HTTP/1.")?.get(2..5)?;
     let (code, message) = match status {
+        _ if is_http2 => (
+            Code::InvalidRequest,
+            "this port speaks HTTP/1.1, and the client began with HTTP/2; have it send \
+             HTTP/1.1",
+        ),
         b"400" => (
             Code::InvalidRequest,
             "the request's line or one of its headers is not valid HTTP/1; send it as RFC 9112 \
@@ -314,7 +353,17 @@ impl<I: AsyncRead + Unpin> AsyncRead for RefusalIo<I> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<Result<()>> {
-        Pin::new(&mut self.io).poll_read(context, buffer)
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut self.io).poll_read(context, buffer))?;
+        if !self.is_read_before {
+            self.is_read_before = true;
+            let read = &mut buffer.filled_mut()[before..];
+            if read.starts_with(HTTP2_BEGIN) {
+                self.is_http2 = true;
+                read[0] = 0;
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -350,6 +399,13 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        let is_look_due = &self.requests.0.is_look_due;
+        if is_look_due.load(Ordering::Relaxed) {
+            is_look_due.store(false, Ordering::Relaxed);
+            if (self.is_client_gone)(&self.io) {
+                return Poll::Ready(Err(std::io::ErrorKind::ConnectionAborted.into()));
+            }
+        }
         ready!(self.poll_write_refusal(context))?;
         ready!(Pin::new(&mut self.io).poll_flush(context))?;
         self.requests.handle_flush();
@@ -400,6 +456,7 @@ mod tests {
         net::{TcpListener, TcpStream},
     };
 
+    use super::HTTP2_BEGIN;
     use crate::{
         refusal::{Code, Refusal},
         server::{ConnectionSettings, HEADER_BYTES_MAX, Metrics, PortLimits, serve},
@@ -447,6 +504,14 @@ mod tests {
         ] {
             assert_refused(&exchange(request.as_bytes()).await, "400", "invalid_request");
         }
+    }
+
+    #[tokio::test]
+    async fn a_client_that_begins_with_http_2_is_told_what_the_port_speaks() {
+        let settings = b"\0\0\0\x04\0\0\0\0\0";
+        let answer = exchange(&[HTTP2_BEGIN, b"\r\nSM\r\n\r\n", settings].concat()).await;
+        assert_refused(&answer, "400", "invalid_request");
+        assert!(answer.contains("HTTP/2"), "{answer}");
     }
 
     #[tokio::test]

@@ -180,6 +180,16 @@ pub enum ServerStream<S> {
     Tls(Box<TlsStream<S>>),
 }
 
+impl<S> ServerStream<S> {
+    /// Returns the connection below TLS.
+    pub(crate) fn get_ref(&self) -> &S {
+        match self {
+            Self::Plain(stream) => stream,
+            Self::Tls(stream) => stream.get_ref().0,
+        }
+    }
+}
+
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ServerStream<S> {
     fn poll_read(
         self: Pin<&mut Self>,
