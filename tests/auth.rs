@@ -15,6 +15,7 @@ use std::{
 use axum::body::Body;
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use http::{Method, StatusCode};
+use http_body_util::BodyExt as _;
 use prometheus_client::registry::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
@@ -26,7 +27,7 @@ use service::{
     tls::server::{ServerFiles, ServerTls},
 };
 use tests::{
-    cluster::{Cluster, ClusterSettings, agent_config, eventually, text_turn as turn},
+    cluster::{Cluster, ClusterSettings, PATIENCE, agent_config, eventually, text_turn as turn},
     keys::{KeyFixture, TestKey, key_text},
     web::Headers,
 };
@@ -186,6 +187,21 @@ async fn a_new_secret_keeps_the_sessions_and_a_removed_one_is_shut_out() {
     })
     .await;
     assert_eq!(ask(&cluster, Method::GET, path, &[new]).await.0, 200, "the session has stayed");
+}
+
+#[tokio::test]
+async fn the_dashboards_stream_ends_with_its_key() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let url = cluster.routers[0].admin_url("/dashboard/events");
+    let mut watching = cluster.web.send(Method::GET, &url, &[OPS], Body::empty()).await.unwrap();
+    let next = watching.body_mut().frame().await.expect("the fleet");
+    assert!(next.unwrap().data_ref().unwrap().starts_with(b"event: fleet"));
+    keys.replace(&key_text(&[KEYS[0], ("new-ops", "sk-ops-2", "admin = true")])).unwrap();
+    let ended = async { while watching.body_mut().frame().await.is_some() {} };
+    tokio::time::timeout(PATIENCE, ended).await.expect("the stream ends");
+    let refused = cluster.web.request(Method::GET, &url, &[OPS], Body::empty()).await.unwrap();
+    assert_eq!(refused.status, StatusCode::UNAUTHORIZED);
 }
 
 #[tokio::test]

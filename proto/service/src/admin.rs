@@ -101,7 +101,7 @@ pub fn app(data: AdminData) -> Router {
 }
 
 /// Lets a request pass if the gate does.
-async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+async fn guard(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
     let (path, headers) = (request.uri().path(), request.headers());
     let checked = if matches!(path, "/healthz" | "/readyz") {
         Ok(())
@@ -110,9 +110,12 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
         origin::check(headers, gate.is_open(), &origin::Allowed::default())
             .map_err(admin_only_refusal)
     };
-    let checked = checked.and_then(|()| gate.check(request.method(), path, headers));
+    let checked = checked.and_then(|()| gate.let_pass(request.method(), path, headers));
     match checked {
-        Ok(()) => next.run(request).await,
+        Ok(pass) => {
+            request.extensions_mut().insert(pass);
+            next.run(request).await
+        }
         Err(refusal) => {
             tracing::debug!(code = refusal.code.as_str(), "refused on the admin port");
             refusal.into_response()

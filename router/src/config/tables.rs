@@ -53,7 +53,7 @@ pub const TRANSFER_BYTES_PER_S: u64 = 20_000_000_000;
 pub const BOOTSTRAP_MS_MAX: u64 = 300_000;
 /// The default bound on remembered sessions. A session that this router binds takes about 520
 /// bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So this many
-/// take about 96 MB.
+/// take about 96 MB; with the longest keys, 270 MB.
 pub const SESSIONS_MAX: usize = 100_000;
 /// The default memory of the index of resident blocks. A block on a worker takes about 8 bytes, so
 /// the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.

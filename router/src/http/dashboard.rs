@@ -5,7 +5,8 @@
 //! list of workers. One task makes that list, at most once a second and only while somebody
 //! watches, and all watchers share it. A watcher that is slow misses lists, never memory.
 //!
-//! The admin port's gate has checked the key, the host and the origin of each request.
+//! The admin port's gate has checked the key, the host and the origin of each request. The stream
+//! ends when its key is taken away.
 
 mod files;
 mod live;
@@ -13,7 +14,7 @@ mod live;
 use std::sync::Arc;
 
 use axum::{
-    Router,
+    Extension, Router,
     routing::{delete, get, post},
 };
 use service::tasks::Tasks;
@@ -37,6 +38,6 @@ pub(crate) fn start(shared: &Arc<Shared>, tasks: &Tasks) -> Router {
     Router::new()
         .route("/dashboard", get(files::show_page))
         .route("/dashboard/page/{name}", get(files::show_file))
-        .route("/dashboard/events", get(async move || live.subscribe()))
+        .route("/dashboard/events", get(async move |Extension(pass)| live.subscribe(pass)))
         .nest("/dashboard/api", api)
 }

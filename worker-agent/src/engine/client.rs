@@ -55,15 +55,15 @@ const POOL_IDLE_MAX: Duration = Duration::from_secs(4);
 /// If the agent dies before it closes this session, the timeout removes the session.
 const PROBE_IDLE_MAX: Duration = Duration::from_secs(60);
 
-/// Why a call to the engine failed.
+/// Why a call to the engine failed. The text goes to clients too, so it has no address.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The engine accepted no connection, so it did not get the call.
-    #[error("the engine at {0} accepts no connections")]
-    Connect(Uri, #[source] hyper_util::client::legacy::Error),
+    #[error("the engine accepts no connections")]
+    Connect(#[source] hyper_util::client::legacy::Error),
     /// An established connection broke before the answer was complete.
-    #[error("the engine at {0} closed the connection before its answer was complete")]
-    Broken(Uri, #[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("the engine closed the connection before its answer was complete")]
+    Broken(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// No answer came in time.
     #[error("the engine did not answer {0} within {1:?}")]
     Timeout(&'static str, Duration),
@@ -108,14 +108,19 @@ impl Error {
     /// nothing about the engine.
     #[must_use]
     pub fn is_own_shortage(&self) -> bool {
-        matches!(self, Self::Connect(_, error) if descriptors::is_shortage(error))
+        matches!(self, Self::Connect(error) if descriptors::is_shortage(error))
     }
 
     /// Whether the engine's process is gone: see [`is_connection_refused`].
     #[must_use]
     pub fn is_process_gone(&self) -> bool {
-        matches!(self, Self::Connect(_, error) if is_connection_refused(error))
+        matches!(self, Self::Connect(error) if is_connection_refused(error))
     }
+}
+
+/// Converts an error of the HTTP client: the connection could not be made, or it broke.
+fn connection_error(error: hyper_util::client::legacy::Error) -> Error {
+    if error.is_connect() { Error::Connect(error) } else { Error::Broken(error.into()) }
 }
 
 /// Returns what an operator should do about a status, as the end of a message.
@@ -399,8 +404,7 @@ impl EngineClient {
         request: Request<Full<Bytes>>,
     ) -> Result<(Bytes, Option<SocketAddr>), Error> {
         let answer = async {
-            let response =
-                client.request(request).await.map_err(|error| self.connection_error(error))?;
+            let response = client.request(request).await.map_err(connection_error)?;
             let http_info = response.extensions().get::<HttpInfo>();
             let connection = http_info.map(HttpInfo::local_addr);
             Ok((self.read_body(path, response).await?, connection))
@@ -417,21 +421,12 @@ impl EngineClient {
     ) -> Result<Bytes, Error> {
         let status = response.status();
         let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-        let body = body.map_err(|error| Error::Broken(self.base_uri.clone(), error))?.to_bytes();
+        let body = body.map_err(Error::Broken)?.to_bytes();
         if !status.is_success() {
             let body = String::from_utf8_lossy(&body[..body.len().min(300)]).into_owned();
             return Err(Error::Status { path, status, body });
         }
         Ok(body)
-    }
-
-    /// Converts an error of the HTTP client: the connection could not be made, or it broke.
-    fn connection_error(&self, error: hyper_util::client::legacy::Error) -> Error {
-        if error.is_connect() {
-            Error::Connect(self.base_uri.clone(), error)
-        } else {
-            Error::Broken(self.base_uri.clone(), error.into())
-        }
     }
 
     fn uri(&self, path: Option<&PathAndQuery>) -> Uri {

@@ -22,6 +22,23 @@ pub struct Gate {
     is_local: bool,
 }
 
+/// A request that the gate has let pass, for an answer that goes on for long.
+#[derive(Debug, Clone)]
+pub struct GatePass {
+    gate: Gate,
+    method: Method,
+    path: String,
+    headers: HeaderMap,
+}
+
+impl GatePass {
+    /// Whether the gate would still let the request pass. A key may have been taken away.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        self.gate.check(&self.method, &self.path, &self.headers).is_ok()
+    }
+}
+
 /// The right that a request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
@@ -70,6 +87,21 @@ impl Gate {
             _ if key.is_admin => Ok(()),
             _ => Err(admin_only_refusal("this route needs a key with admin = true")),
         }
+    }
+
+    /// Checks a request to the admin port, and returns by what a long answer asks again.
+    ///
+    /// # Errors
+    /// The refusal, if the request lacks a credential or a right.
+    pub fn let_pass(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+    ) -> Result<GatePass, Refusal> {
+        self.check(method, path, headers)?;
+        let (method, path, headers) = (method.clone(), path.to_owned(), headers.clone());
+        Ok(GatePass { gate: self.clone(), method, path, headers })
     }
 
     fn need(&self, method: &Method, path: &str) -> Need {

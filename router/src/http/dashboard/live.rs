@@ -10,6 +10,7 @@ use bytes::Bytes;
 use http::header;
 use serde_json::json;
 use service::{
+    auth::gate::GatePass,
     refusal::{Code, Refusal},
     tasks::Tasks,
 };
@@ -47,8 +48,8 @@ impl LiveFleet {
         live
     }
 
-    /// Answers with a stream of the lists from now on.
-    pub(super) fn subscribe(&self) -> Response {
+    /// Answers with a stream of the lists from now on, for as long as `pass` is valid.
+    pub(super) fn subscribe(&self, pass: GatePass) -> Response {
         if self.events.receiver_count() >= WATCHERS_MAX {
             let message = format!("{WATCHERS_MAX} pages watch the fleet already; close one");
             return Refusal::new(Code::ConnectionsFull, message).into_response();
@@ -63,6 +64,9 @@ impl LiveFleet {
                         biased;
                         () = sender.closed() => return,
                         changed = receiver.changed() => if changed.is_err() { return },
+                    }
+                    if !pass.is_valid() {
+                        return;
                     }
                     let event = receiver.borrow_and_update().clone();
                     // While a slow page reads, newer lists replace each other.

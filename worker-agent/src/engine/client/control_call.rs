@@ -7,7 +7,7 @@ use http::{HeaderValue, Method, Request, StatusCode, header, uri::PathAndQuery};
 use http_body_util::{BodyExt as _, Full, Limited};
 use serde_json::Value;
 
-use super::{ANSWER_BYTES_MAX, EngineClient, Error};
+use super::{ANSWER_BYTES_MAX, EngineClient, Error, connection_error};
 use crate::engine::control::{ControlAnswer, WeightsLabel};
 
 /// A control call of an operator or a trainer.
@@ -46,9 +46,9 @@ impl EngineClient {
         }
         let answer = async {
             let sent = self.control_client.request(request).await;
-            let (head, body) = sent.map_err(|error| self.connection_error(error))?.into_parts();
+            let (head, body) = sent.map_err(connection_error)?.into_parts();
             let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
-            let body = body.map_err(|error| Error::Broken(self.base_uri.clone(), error))?;
+            let body = body.map_err(Error::Broken)?;
             Ok(ControlAnswer {
                 status: head.status,
                 content_type: head.headers.get(header::CONTENT_TYPE).cloned(),
