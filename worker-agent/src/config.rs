@@ -148,7 +148,7 @@ pub struct AgentArgs {
     /// Name in the agent's certificate, if it is not the address.
     #[arg(long, requires = "ca")]
     pub server_name: Option<String>,
-    /// File with the token that routers send to this agent.
+    /// File with a token of this agent.
     #[arg(long)]
     pub token_file: Option<PathBuf>,
 }

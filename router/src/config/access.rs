@@ -36,7 +36,8 @@ pub struct AgentsTable {
     /// The name that the certificate of every agent must have. Empty: the agent's host, as in
     /// `workers`.
     pub server_name: String,
-    /// The file whose first token is sent to the agents. Empty: none.
+    /// The file of the tokens by which this router and its agents recognize each other. With it,
+    /// only agents that hold its first token get prompts. Empty: none.
     pub token_file: PathBuf,
 }
 
