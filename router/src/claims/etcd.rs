@@ -37,7 +37,7 @@ use self::rpc::{
 };
 use super::{
     connection::{CONNECT_TIME_MAX, Connect, Current, keep_connected, spawn_until_stopped},
-    store::{ClaimStore, Error, hex},
+    store::{ClaimStore, Error, hex, read_worker},
 };
 use crate::config::claims::ClaimsTable;
 
@@ -124,7 +124,7 @@ impl ClaimStore for EtcdStore {
     ) -> Result<PlacementClaim, Error> {
         let claim = tokio::time::timeout(time_max, self.call(request)).await;
         let claim = claim.unwrap_or(Err(Error::Late(time_max)));
-        if claim.is_err() {
+        if claim.as_ref().is_err_and(Error::is_of_connection) {
             self.current.report_failure();
         }
         claim
@@ -221,7 +221,10 @@ fn read_answer(answer: TxnResponse, wanted: &WorkerId) -> Result<Option<Placemen
     let Some(KeyValue { value, mod_revision, .. }) = range.kvs.into_iter().next() else {
         return Ok(None);
     };
-    let worker = super::store::read_worker(&String::from_utf8_lossy(&value))?;
+    // What isn't a claim is one of no agent, which the next first turn replaces. Anything else that
+    // writes to the server would else keep a session from its first turn for as long as it lasts.
+    let nobody = |_| WorkerId { agent: String::new(), dp_rank: 0 };
+    let worker = read_worker(&String::from_utf8_lossy(&value)).unwrap_or_else(nobody);
     let generation = generation(mod_revision)?;
     Ok(Some(PlacementClaim { worker, generation, is_granted: false }))
 }

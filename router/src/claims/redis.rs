@@ -32,12 +32,18 @@ use crate::config::claims::ClaimsTable;
 
 /// Arguments: the expected generation or an empty text, the worker, and the time to live in ms.
 /// Answer: the generation and the worker of the claim that holds, and 1 if it was granted.
+///
+/// What isn't a claim counts as none, and is replaced: anything else that writes to the server
+/// would else keep a session from its first turn for ever. A generation has 16 digits until 2286.
 const SCRIPT: &str = "\
-local held = redis.call('GET', KEYS[1])
+local held = redis.pcall('GET', KEYS[1])
 local generation, worker = '', ''
-if held then
-  generation, worker = string.match(held, '^(%d+) (.*)$')
-  if generation ~= ARGV[1] then return {generation, worker, 0} end
+if type(held) == 'string' then
+  local found, text = string.match(held, '^(%d+) (%d+ .+)$')
+  if found and #found <= 16 and #string.match(text, '^%d+') <= 9 then
+    generation, worker = found, text
+    if generation ~= ARGV[1] then return {generation, worker, 0} end
+  end
 end
 if worker ~= ARGV[2] then
   local time = redis.call('TIME')
@@ -125,7 +131,7 @@ impl ClaimStore for RedisStore {
     ) -> Result<PlacementClaim, Error> {
         let claim = tokio::time::timeout(time_max, self.call(request)).await;
         let claim = claim.unwrap_or(Err(Error::Late(time_max)));
-        if claim.is_err() {
+        if claim.as_ref().is_err_and(Error::is_of_connection) {
             self.current.report_failure();
         }
         claim

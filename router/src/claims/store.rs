@@ -37,6 +37,13 @@ pub(crate) enum Error {
     Full(#[from] placement_claim::Error),
 }
 
+impl Error {
+    /// Whether another connection could do better.
+    pub(super) fn is_of_connection(&self) -> bool {
+        matches!(self, Self::Failed(_) | Self::Late(_))
+    }
+}
+
 /// A place that holds claims. Several routers may ask it at once.
 #[async_trait]
 pub(crate) trait ClaimStore: fmt::Debug + Send + Sync {

@@ -132,6 +132,54 @@ async fn claims_in_memory_are_compare_and_set() {
     check(Arc::new(MemoryStore(Mutex::new(ClaimTable::new(CLAIMS_MAX, 1))))).await;
 }
 
+/// Values that no router writes.
+const NO_CLAIMS: [&str; 7] = [
+    "garbage",
+    "",
+    "7",
+    "7 1",
+    "99999999999999999999999999 1 w0",
+    "7 99999999999999999999 w0",
+    "7 x w0",
+];
+
+/// Sends commands to a Redis server, and waits until it has answered all.
+fn command_redis(address: SocketAddr, commands: &[&[&str]]) {
+    use std::io::{BufRead as _, BufReader, Write as _};
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    for command in commands {
+        write!(stream, "*{}\r\n", command.len()).unwrap();
+        for word in *command {
+            write!(stream, "${}\r\n{word}\r\n", word.len()).unwrap();
+        }
+    }
+    for line in BufReader::new(stream).lines().take(commands.len()) {
+        let line = line.unwrap();
+        assert!(line.starts_with(['+', ':']), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_no_claim_in_redis_is_replaced() {
+    let ([address, _], tasks) = (free_ports(), Tasks::default());
+    let (host, port) = (address.ip().to_string(), address.port().to_string());
+    let flags = ["--bind", &host, "--save", "", "--port", &port];
+    let Some(_server) = start("redis-server", &flags.map(str::to_owned)) else { return };
+    let settings = settings(StoreName::Redis, format!("redis://{address}"));
+    let store = RedisStore::open(&settings, None, &tasks).unwrap();
+    ask(&store, request(0, "w0", None)).await;
+    let name = format!("{}:claims:{}", settings.prefix, hex(ClaimKey([1; 16])));
+    let poisoned = NO_CLAIMS.iter().map(|value| vec!["SET", &name, value]);
+    for poison in poisoned.chain([vec!["LPUSH", &name, "a", "list"]]) {
+        command_redis(address, &[&["DEL", &name], &poison]);
+        let claim = store.claim(request(1, "w1", None), TIME_MAX).await.unwrap();
+        assert!(claim.is_granted && claim.worker.agent == "w1", "{poison:?}: {claim:?}");
+        let other = store.claim(request(1, "w2", None), TIME_MAX).await.unwrap();
+        assert!(!other.is_granted && other.worker == claim.worker, "{poison:?}: {other:?}");
+    }
+    tasks.cancel();
+}
+
 #[tokio::test]
 async fn claims_in_redis_are_compare_and_set() {
     let ([address, _], tasks) = (free_ports(), Tasks::default());
