@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use axum::body::Body;
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
@@ -62,6 +63,34 @@ fn streamed(text: &str, tokens: u32) -> Value {
     let mut body = turn(text, tokens);
     body["stream"] = true.into();
     body
+}
+
+/// An agent that demands no proof serves every process of its host. A page that somebody on the
+/// host opens is none.
+#[tokio::test]
+async fn an_agent_without_a_token_serves_no_page_in_a_browser() {
+    let cluster = Cluster::start(1, |_| {}).await.unwrap();
+    let url = cluster.agent().url("/flush_cache");
+    for page in [
+        ("origin", "https://evil.example"),
+        ("sec-fetch-site", "cross-site"),
+        ("host", "evil.example:30100"),
+    ] {
+        let page = [page];
+        let asked = cluster.web.request(Method::GET, &url, &page, Body::empty());
+        let refused = asked.await.unwrap();
+        assert_eq!(refused.refusal(), (401, "not_a_router".to_owned()), "{page:?}");
+    }
+    // What a browser says to a router stays there.
+    let page = [("origin", "http://own.example"), ("sec-fetch-mode", "cors"), ("cookie", "a=b")];
+    let own = cluster.routers[0].data.to_string();
+    let origin = format!("http://{own}");
+    let headers = [("origin", origin.as_str()), page[1], page[2]];
+    cluster.turn("/generate", &headers, &turn("hello", 2)).await;
+    let seen = cluster.engine().headers_seen("/generate");
+    for (name, _) in page {
+        assert!(!seen[0].contains_key(name), "{seen:?}");
+    }
 }
 
 #[tokio::test]

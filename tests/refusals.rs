@@ -27,7 +27,7 @@ impl SlowClient {
         let body = text_turn(" you", 1).to_string();
         let session = claim.map(|claim| format!("x-berth-session: {claim}\r\n"));
         let head = format!(
-            "POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\
+            "POST /generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n\
              content-type: application/json\r\nexpect: 100-continue\r\n{}\r\n",
             body.len(),
             session.unwrap_or_default()

@@ -379,12 +379,13 @@ fn start_access(
     metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<PortAccess, Error> {
-    let server_files = config.tls.server_files();
-    let tls = server_files.map(|files| files.start(metrics, tasks)).transpose()?;
+    let tls = config.tls.server_files().map(|files| files.start(metrics, tasks)).transpose()?;
     let tokens = config::path_if_set(&config.auth.token_file).map(Tokens::source);
     let tokens = tokens.map(|source| reload::start(source, metrics, tasks)).transpose()?;
     let proofs = tokens.map(|tokens| Arc::new(AgentProofs::new(config.agent_id(control), tokens)));
-    let router_auth = RouterAuth { proofs, has_mutual_tls: config.tls.demands_certificates() };
+    let has_mutual_tls = config.tls.demands_certificates();
+    let own_names = [config.advertise.host.clone()].into();
+    let router_auth = RouterAuth { proofs, has_mutual_tls, own_names };
     if !router_auth.is_demanded() {
         tracing::info!("routers aren't authenticated: every process of this host may act as one");
         if config::engine_api_key().is_ok_and(|key| key.is_some()) {

@@ -2,7 +2,7 @@
 //!
 //! The router strips a client's request before it sends the request to an agent, and the agent
 //! before it sends the request to the engine ([`strip_request`]). Both strip the answers on their
-//! way back ([`strip_answer`]). This module adds no header.
+//! way back ([`strip_answer`], [`strip_engine_answer`]). This module adds no header.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::claim;
@@ -24,6 +24,10 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 const ENGINE_RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 /// The beginning of the names of headers by which a server lets pages read its answers.
 const CORS_PREFIX: &str = "access-control-";
+/// The beginning of the names of headers by which a browser says what caused a request.
+const BROWSER_PREFIX: &str = "sec-";
+/// The beginning of the names of Berth's own headers, such as the code of an agent's refusal.
+const OWN_PREFIX: &str = "x-berth-";
 /// The beginning of the names of headers that override members of the body inside the engine.
 const ENGINE_OVERRIDE_PREFIX: &str = "x-override-";
 
@@ -46,16 +50,26 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
 /// connection only, and those by which an engine would speak to browsers or name its own address.
 /// Pages of which origins may read an answer is the router's decision.
 pub fn strip_answer(headers: &mut HeaderMap) {
+    strip_answer_and(headers, &[CORS_PREFIX]);
+}
+
+/// Removes the same of an engine's answer, and what only an agent may say.
+pub fn strip_engine_answer(headers: &mut HeaderMap) {
+    strip_answer_and(headers, &[CORS_PREFIX, OWN_PREFIX]);
+}
+
+fn strip_answer_and(headers: &mut HeaderMap, prefixes: &[&str]) {
     remove_hop_by_hop(headers);
     for name in [header::SET_COOKIE, header::LOCATION] {
         headers.remove(name);
     }
-    remove_with_prefix(headers, CORS_PREFIX);
+    remove_with_prefixes(headers, prefixes);
 }
 
-fn remove_with_prefix(headers: &mut HeaderMap, prefix: &str) {
-    let found: Vec<HeaderName> =
-        headers.keys().filter(|name| name.as_str().starts_with(prefix)).cloned().collect();
+fn remove_with_prefixes(headers: &mut HeaderMap, prefixes: &[&str]) {
+    let is_found =
+        |name: &HeaderName| prefixes.iter().any(|prefix| name.as_str().starts_with(prefix));
+    let found: Vec<HeaderName> = headers.keys().filter(|name| is_found(name)).cloned().collect();
     for name in found {
         headers.remove(name);
     }
@@ -65,7 +79,8 @@ fn remove_with_prefix(headers: &mut HeaderMap, prefix: &str) {
 ///
 /// - headers that concern the client's connection, or that the next connection sets itself;
 /// - headers that an agent trusts, because only a router may send them ([`claim::TRUSTED`]);
-/// - headers by which a client could choose the engine's rank or override members of the body.
+/// - headers by which a client could choose the engine's rank or override members of the body;
+/// - headers by which browsers speak of their pages. A router checks those, for itself.
 pub fn strip_request(headers: &mut HeaderMap) {
     remove_hop_by_hop(headers);
     for name in [header::CONTENT_LENGTH, header::HOST, header::EXPECT, ENGINE_RANK_HEADER] {
@@ -74,7 +89,10 @@ pub fn strip_request(headers: &mut HeaderMap) {
     for name in claim::TRUSTED {
         headers.remove(name);
     }
-    remove_with_prefix(headers, ENGINE_OVERRIDE_PREFIX);
+    for name in [header::ORIGIN, header::REFERER, header::COOKIE] {
+        headers.remove(name);
+    }
+    remove_with_prefixes(headers, &[ENGINE_OVERRIDE_PREFIX, BROWSER_PREFIX]);
 }
 
 #[cfg(test)]
@@ -115,6 +133,9 @@ mod tests {
         ]);
         strip_answer(&mut all);
         assert_eq!(names(&all), ["content-type", "retry-after"]);
+        all.insert("x-berth-refusal", HeaderValue::from_static("not_a_router"));
+        strip_engine_answer(&mut all);
+        assert_eq!(names(&all), ["content-type", "retry-after"]);
     }
 
     #[test]
@@ -131,6 +152,10 @@ mod tests {
             "expect",
             "content-length",
             "authorization",
+            "origin",
+            "cookie",
+            "referer",
+            "sec-fetch-site",
             "x-berth-session-id",
         ]);
         strip_request(&mut all);

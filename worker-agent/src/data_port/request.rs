@@ -229,7 +229,10 @@ impl ParsedRequest {
 
 /// Returns upper bounds of what a turn needs from the engine.
 fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: usize) -> Need {
-    let is_true = |value: &RawValue| value.get() == "true";
+    // What the engine may read as true: pydantic takes words and numbers, and in `sampling_params`
+    // all that Python takes for true counts. The other way round, a turn would outgrow its room.
+    let is_true =
+        |value: &RawValue| !matches!(value.get(), "false" | "null" | "0" | "0.0" | "\"\"");
     if kind != Kind::Generate {
         let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
         let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
@@ -696,6 +699,24 @@ mod tests {
         assert!(prompt > 25 && answer == Some(5), "{prompt} {answer:?}");
         assert_eq!(of(Kind::Chat, "{}").1, None, "without a limit, the context is one");
         assert_eq!(of(Kind::Completions, "{}").1, Some(16), "the engine's own");
+    }
+
+    #[test]
+    fn an_answer_that_may_ignore_its_end_has_room_for_its_limit() {
+        for (form, may_ignore) in
+            [("true", true), ("1", true), (r#""yes""#, true), ("false", false), ("null", false)]
+        {
+            for (kind, body) in [
+                (Kind::Chat, format!(r#"{{"messages":[],"ignore_eos":{form}}}"#)),
+                (
+                    Kind::Generate,
+                    format!(r#"{{"text":"","sampling_params":{{"ignore_eos":{form}}}}}"#),
+                ),
+            ] {
+                let need = parse(&context(kind, false, None), &Bytes::from(body)).unwrap().need;
+                assert_eq!(need.ignores_eos, may_ignore, "{kind:?} {form}");
+            }
+        }
     }
 
     #[test]

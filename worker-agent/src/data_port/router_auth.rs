@@ -17,6 +17,7 @@ use proto::{
     v1::{ProveRequest, ProveResponse},
 };
 use service::{
+    auth::origin,
     proof::{Error, agent::AgentProofs},
     refusal::{Code, Refusal},
     tls::server::ServerTls,
@@ -41,6 +42,9 @@ pub struct RouterAuth {
     pub proofs: Option<Arc<AgentProofs>>,
     /// Whether the ports accept only connections with a router's certificate.
     pub has_mutual_tls: bool,
+    /// By which names, besides those of its host, processes may call a port that demands no proof.
+    /// A page in a browser could be reached by any other.
+    pub own_names: Arc<[String]>,
 }
 
 /// Who may use the data and control port, and how their connections are encrypted.
@@ -73,7 +77,12 @@ impl RouterAuth {
         if let Some(proofs) = &self.proofs {
             proofs.check(method, uri, headers).map_err(|error| stranger_text(&error))?;
         }
-        Ok(if self.is_demanded() { Caller::Router } else { Caller::Local })
+        if self.is_demanded() {
+            return Ok(Caller::Router);
+        }
+        // A page that somebody on this host opens is no process of the host's.
+        origin::check_no_browser(headers, &self.own_names).map_err(|why| stranger_text(&why))?;
+        Ok(Caller::Local)
     }
 
     /// Proves to the sender of a hello that this agent holds the token.
@@ -86,10 +95,11 @@ impl RouterAuth {
 }
 
 /// Returns what an operator reads when a caller isn't taken for a router.
-pub(crate) fn stranger_text(error: &Error) -> String {
+pub(crate) fn stranger_text(error: &dyn std::fmt::Display) -> String {
     format!(
         "this port serves routers only, and the caller is none ({error}): send your requests to a \
-         router, and set its agents.token_file to a token of this agent's auth.token_file"
+         router, and set its agents.token_file to a token of this agent's auth.token_file, if it \
+         has one"
     )
 }
 

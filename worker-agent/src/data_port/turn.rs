@@ -29,7 +29,7 @@ use service::{
     budget::{BodyBudget, HeldBody},
     clock::now,
     descriptors,
-    headers::{strip_answer, strip_request},
+    headers::{strip_engine_answer, strip_request},
     places::{INLINE_BYTES_MAX, Places},
     refusal::{Code, Refusal},
     tasks::Tasks,
@@ -471,7 +471,7 @@ fn set_credential(context: &TurnContext, caller: Caller, headers: &mut HeaderMap
 
 /// Returns the head of the engine's answer without the headers of the connection to the engine.
 fn response_head(mut head: http::response::Parts) -> http::response::Parts {
-    strip_answer(&mut head.headers);
+    strip_engine_answer(&mut head.headers);
     if head.status.is_informational() {
         // Another protocol would begin here, past all that is counted and checked.
         head.status = StatusCode::BAD_GATEWAY;
@@ -487,4 +487,26 @@ fn client_response(head: http::response::Parts, exchange: Exchange) -> Response 
         head.headers.insert("x-berth-rid", rid);
     }
     Response::from_parts(head, Body::new(exchange))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_opens_no_other_protocol_and_speaks_neither_to_browsers_nor_as_an_agent() {
+        let engine = Response::builder()
+            .status(StatusCode::SWITCHING_PROTOCOLS)
+            .header("upgrade", "websocket")
+            .header("set-cookie", "a=b")
+            .header("access-control-allow-origin", "*")
+            .header("x-berth-refusal", "not_a_router")
+            .header("retry-after", "3")
+            .body(())
+            .unwrap();
+        let head = response_head(engine.into_parts().0);
+        assert_eq!(head.status, StatusCode::BAD_GATEWAY);
+        let names = Vec::from_iter(head.headers.keys().map(http::HeaderName::as_str));
+        assert_eq!(names, ["retry-after"]);
+    }
 }

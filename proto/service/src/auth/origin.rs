@@ -60,6 +60,22 @@ pub fn is_of_unknown_page(headers: &HeaderMap) -> bool {
     headers.contains_key(SEC_FETCH_SITE) && !headers.contains_key(header::ORIGIN)
 }
 
+/// Checks that no browser has sent a request to a port that is for other programs of its host
+/// alone. `hosts`: by which names, besides those of the host, they may call it.
+///
+/// # Errors
+/// Why the request isn't served.
+pub fn check_no_browser(headers: &HeaderMap, hosts: &[String]) -> Result<(), &'static str> {
+    let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
+    if host.is_some_and(|host| !is_own_name(host, hosts)) {
+        return Err("it names this host by a foreign name");
+    }
+    if headers.contains_key(header::ORIGIN) || headers.contains_key(SEC_FETCH_SITE) {
+        return Err("it is a page in a browser");
+    }
+    Ok(())
+}
+
 /// Whether the value of a `Host` header is an IP address, a name of the host itself, or an allowed
 /// one.
 fn is_own_name(host: &[u8], allowed: &[String]) -> bool {
@@ -124,6 +140,20 @@ mod tests {
             }
         }
         assert!(is_let_pass("berth.example", Some("https://berth.example"), false));
+    }
+
+    #[test]
+    fn a_port_for_programs_serves_no_browser() {
+        let check = |entries: &[(HeaderName, &'static str)]| {
+            let entries = entries.iter().cloned();
+            let headers = entries.map(|(name, value)| (name, HeaderValue::from_static(value)));
+            check_no_browser(&HeaderMap::from_iter(headers), &["gpu-1".to_owned()]).is_ok()
+        };
+        assert!(check(&[]) && check(&[(header::HOST, "127.0.0.1:1")]));
+        assert!(check(&[(header::HOST, "gpu-1:30100")]));
+        assert!(!check(&[(header::HOST, "evil.example:30100")]));
+        assert!(!check(&[(header::HOST, "localhost"), (header::ORIGIN, "http://localhost")]));
+        assert!(!check(&[(header::HOST, "localhost"), (SEC_FETCH_SITE, "same-origin")]));
     }
 
     #[test]
