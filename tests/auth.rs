@@ -17,12 +17,16 @@ use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use prometheus_client::registry::Registry;
+use proto::{
+    control::{CONTROL_ROUTES, ControlRoute},
+    route::ROUTES,
+};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};
 use service::{
     reload,
-    server::{self, PortLimits},
+    server::{self, HEALTH_PATHS, PortLimits},
     tasks::Tasks,
     tls::server::{ServerFiles, ServerTls},
 };
@@ -141,6 +145,57 @@ async fn nobody_gets_in_without_a_key() {
     assert!(refused.text().contains("x-api-key"), "it says what to do: {}", refused.text());
     assert_eq!(cluster.turns_seen("/generate"), [0], "nothing reached the engine");
     cluster.turn("/generate", &[ALICE], &turn("a", 1)).await;
+}
+
+/// Whether only admins may use a route of the data port.
+fn is_for_admins(path: &str) -> bool {
+    let lists = ["/v1/workers", "/v1/loads", "/v1/placements", "/v1/turns", "/v1/fleet/"];
+    lists.iter().any(|list| path.starts_with(list)) || ControlRoute::for_path(path).is_some()
+}
+
+#[tokio::test]
+async fn every_route_and_method_needs_a_key_with_its_right() {
+    let keys = KeyFixture::new(&KEYS).unwrap();
+    let cluster = start(&keys).await;
+    let described = cluster.request(Method::GET, "/openapi.json", &[ALICE], Body::empty()).await;
+    let described = described.json();
+    let paths = described["paths"].as_object().unwrap();
+    assert!(paths.len() > 20, "{}", paths.len());
+    let (unauthorized, admin_only) = ((401, "unauthorized".into()), (403, "admin_only".into()));
+    let mut routes_of_admins = 0;
+    let controls = CONTROL_ROUTES.iter().map(|route| (route.path, json!({ "post": {} })));
+    let turns = ROUTES.iter().map(|route| (route.path, json!({})));
+    let own = paths.iter().map(|(path, methods)| (path.as_str(), methods.clone()));
+    for (path, methods) in own.chain(controls).chain(turns) {
+        let path = path.replace(['{', '}'], "");
+        for method in ["GET", "POST", "PUT", "DELETE", "HEAD", "PATCH", "TRACE"] {
+            let method: Method = method.parse().unwrap();
+            let is_known = methods.get(method.as_str().to_lowercase()).is_some();
+            let case = format!("{method} {path}");
+            let refused = ask(&cluster, method.clone(), &path, &[]).await;
+            if HEALTH_PATHS.contains(&path.as_str()) {
+                assert!(matches!(refused.0, 200 | 405), "{case}: {refused:?}");
+                continue;
+            }
+            assert_eq!(refused, unauthorized, "{case}");
+            assert_eq!(
+                ask(&cluster, method.clone(), &path, &[WRONG]).await,
+                unauthorized,
+                "{case}"
+            );
+            let (status, code) = ask(&cluster, method.clone(), &path, &[MONITOR]).await;
+            assert!(matches!(status, 403..=405), "with a scrape key, {case}: {status} {code}");
+            if is_known && is_for_admins(&path) {
+                routes_of_admins += 1;
+                assert_eq!(ask(&cluster, method, &path, &[ALICE]).await, admin_only, "{case}");
+            }
+        }
+    }
+    assert!(routes_of_admins > 5 + CONTROL_ROUTES.len(), "{routes_of_admins}");
+    // The agent itself asks for what has no body.
+    for route in ROUTES.iter().filter(|route| route.kind.has_json_body()) {
+        assert_eq!(cluster.turns_seen(route.path), [0], "{} reached the engine", route.path);
+    }
 }
 
 #[tokio::test]

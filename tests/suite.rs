@@ -17,6 +17,7 @@ mod deploy;
 mod discovery;
 mod e2e;
 mod engine_sim;
+mod framing;
 mod gpu;
 mod hints;
 mod init;

@@ -231,13 +231,7 @@ async fn serve_stream(
             Watched::new(service_fn(move |request| handler.serve(request)), open_requests.clone()),
         );
     let mut http = std::pin::pin!(http);
-    let mut driver = Driver {
-        current_answer,
-        drain_rate: limits.drain_rate,
-        check: None,
-        open_requests,
-        client_look: None,
-    };
+    let mut driver = Driver::new(current_answer, limits.drain_rate, open_requests);
     let interruption = {
         let header_late = tokio::time::sleep(HEADER_TIME_MAX);
         let (mut header_late, mut stop) = (std::pin::pin!(header_late), std::pin::pin!(stop));
@@ -304,6 +298,14 @@ struct Driver {
 }
 
 impl Driver {
+    fn new(
+        current_answer: Arc<CurrentAnswer>,
+        drain_rate: DrainRate,
+        open_requests: Requests,
+    ) -> Self {
+        Self { current_answer, drain_rate, check: None, open_requests, client_look: None }
+    }
+
     /// Has hyper's next flush look whether the client has gone, every second while a request runs.
     fn look_for_client(&mut self, context: &mut Context<'_>) {
         if let Some(look) = &mut self.client_look {

@@ -45,8 +45,8 @@ impl StopSignals {
                 _ = self.terminate.recv() => return StopSignal::Terminate,
                 _ = self.interrupt.recv() => return StopSignal::Interrupt,
                 _ = self.hangup.recv() => info!(
-                    "SIGHUP has no effect: changed certificates, tokens, keys and lists are read by \
-                     themselves, and changed settings with a restart"
+                    "SIGHUP has no effect: changed certificates, tokens, keys and lists are read \
+                     by themselves, and changed settings with a restart"
                 ),
             }
         }

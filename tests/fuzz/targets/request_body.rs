@@ -51,12 +51,28 @@ fuzz_target!(|input: &[u8]| {
     let client = Object::parse(&body).expect("it was taken");
     let is_owned =
         |key: &str| OWNED_KEYS.contains(&key) || kind.rid_key().is_some_and(|rid| rid == key);
-    // Berth's own members are there once each, and of the client's only the others.
-    for key in OWNED_KEYS {
-        let count = object.members().iter().filter(|member| member.key == key).count();
-        assert!(count <= 1, "{key} stands {count} times");
+    // Berth's own members are there once each, with Berth's values, and of the client's only the
+    // others.
+    for key in OWNED_KEYS.into_iter().chain(kind.rid_key()) {
+        let values = object.members().iter().filter(|member| member.key == key);
+        let values: Vec<&str> = values.map(|member| member.value.get()).collect();
+        let own: &[&str] = match key {
+            "routed_dp_rank" => &["3"],
+            "session_params" if in_session && retention == Retention::Pinned => {
+                &[r#"{"id":"berth-1"}"#]
+            }
+            "session_id" if in_session && retention == Retention::Tagged && kind.is_taggable() => {
+                &[r#""berth-1""#]
+            }
+            // An engine can't give one id to several texts to embed.
+            _ if kind.rid_key() == Some(key) && !values.is_empty() => {
+                assert!(values == [r#""R""#] || values == [r#""resp_R""#], "{key}: {values:?}");
+                continue;
+            }
+            _ => &[],
+        };
+        assert_eq!(values, own, "{key}");
     }
-    assert_eq!(object.get("routed_dp_rank").map(|value| value.get()), Some("3"));
     let kept = |object: &Object<'_>| -> Vec<(String, String)> {
         let members = object.members().iter().filter(|member| !is_owned(&member.key));
         members.map(|member| (member.key.clone(), member.value.get().to_owned())).collect()

@@ -1,5 +1,9 @@
 """Turns without a session pass through, on every route and by the clients that people use."""
 
+import json
+import socket
+from urllib.parse import urlsplit
+
 import anthropic
 import openai
 
@@ -112,3 +116,20 @@ def test_a_turn_that_would_run_on_without_its_client_is_refused(fleet: Fleet) ->
         answer = wire.post(f"{fleet.router_url}/generate", {**body, "background": form})
         assert answer.headers.get("x-berth-refusal") == "background_unsupported", f"{form!r}: {answer}"
     assert wire.post(f"{fleet.router_url}/generate", {**body, "background": "no"}).status == 200
+
+
+def test_a_client_that_closes_its_sending_side_counts_as_gone_here_as_there(fleet: Fleet) -> None:
+    """TCP doesn't show the difference between closing one side and closing both."""
+
+    def answer_after_half_close(url: str) -> bytes:
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        body = json.dumps({"text": "Ships lie here.", "sampling_params": sampling})
+        parts = urlsplit(url)
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        with socket.create_connection((parts.hostname, parts.port), timeout=60) as client:
+            client.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
+            client.shutdown(socket.SHUT_WR)
+            return client.recv(1024)
+
+    assert answer_after_half_close(fleet.engine_url) == b"", "the engine answers"
+    assert answer_after_half_close(fleet.router_url) == b"", "Berth answers, and the engine doesn't"

@@ -12,8 +12,8 @@ use service::auth::{MetricsAuth, gate, key_file};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AuthTable {
-    /// The file of the tokens by which this agent and its routers recognize each other. Empty, as by
-    /// default: they need none, because `tls.client_ca` demands a certificate or no other host
+    /// The file of the tokens by which this agent and its routers recognize each other. Empty, as
+    /// by default: they need none, because `tls.client_ca` demands a certificate or no other host
     /// reaches the ports.
     pub token_file: PathBuf,
     /// The file of API keys for the admin port. Empty: there are no keys, and the port must be a

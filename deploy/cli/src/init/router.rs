@@ -30,7 +30,7 @@ pub fn settings(agents: &[AgentPlan], paths: &Paths, wishes: &Wishes) -> String 
         let _ = write!(
             text,
             "\n[agents]\n\
-             # Router and agents recognize each other by this token; the agents have the same file.\n\
+             # Router and agents recognize each other by this token.\n\
              token_file = {}\n",
             quoted(token_file)
         );

@@ -10,15 +10,15 @@
 //! [`RefusalIo`] stands between hyper and the connection and writes a [`Refusal`] with the same
 //! status instead. [`Watched`] tells it of requests in the service.
 //!
-//! Hyper closes a connection that begins with HTTP/2 without an answer. `RefusalIo` spoils the first
-//! byte, so that it is one more request that hyper can't parse.
+//! Hyper closes a connection that begins with HTTP/2 without an answer. `RefusalIo` spoils the
+//! first byte, so that it is one more request that hyper can't parse.
 //!
 //! Hyper notices that a client has gone only while it has read nothing of a next request. So the
 //! connection's owner has `RefusalIo` look for that, now and then ([`Requests::look_for_client`]).
 //!
-//! In both cases of a refusal, closing a connection that has unread bytes resets it, and the client could lose
-//! the answer. So `RefusalIo` reads and drops what the client still sends, for a short time. The
-//! connection is idle meanwhile.
+//! In both cases of a refusal, closing a connection that has unread bytes resets it, and the client
+//! could lose the answer. So `RefusalIo` reads and drops what the client still sends, for a short
+//! time. The connection is idle meanwhile.
 
 use std::{
     future::Future,
