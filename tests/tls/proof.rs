@@ -175,7 +175,9 @@ async fn a_request_that_was_heard_on_the_network_opens_nothing() {
     let signer = signer(&files);
     let channel = Endpoint::from_shared(cluster.agent().control_url()).unwrap().connect_lazy();
     let client = SignedChannel::proven_client(channel, Some(Arc::clone(&signer))).await;
-    client.unwrap().list_sessions(ListSessionsRequest::default()).await.unwrap();
+    let (mut client, proven_id) = client.unwrap();
+    assert_eq!(proven_id.as_deref(), Some("w0"));
+    client.list_sessions(ListSessionsRequest::default()).await.unwrap();
     let url = cluster.agent().url("/v1/models");
     let mut signed = HeaderMap::new();
     signer.sign(&Method::GET, &Uri::try_from(&url).unwrap(), &mut signed);
@@ -202,24 +204,42 @@ async fn a_request_that_was_heard_on_the_network_opens_nothing() {
     assert_eq!(get(&cluster.agent().url(proof::PATH), &[]).await.refusal(), refused);
 }
 
-/// The agent forgets routers when there are too many, as it forgets all when it starts again.
-#[tokio::test]
-async fn a_router_that_its_agent_has_forgotten_loses_no_turn() {
-    let files = Files::of_fleet(&Authority::new("fleet"));
-    let cluster = start_with_token(&files).await;
-    cluster.turn("/generate", &[], &text_turn("hello", 4)).await;
+/// Has the agent forget its routers, as it does when there are too many or when it starts again.
+async fn have_routers_forgotten(cluster: &Cluster, files: &Files) {
     let url = cluster.agent().url("/health");
+    let mut control = cluster.agent().control_client().await.unwrap();
     for _ in 0..257 {
-        let (signer, mut headers) = (signer(&files), HeaderMap::new());
+        let (signer, mut headers) = (signer(files), HeaderMap::new());
         let hello = signer.hello();
-        let answer = cluster.agent().control_client().await.unwrap().prove(hello.message()).await;
-        signer.accept(&hello, answer.unwrap().into_inner()).unwrap();
+        let answer = control.prove(hello.message()).await.unwrap().into_inner();
+        signer.accept(&hello, answer).unwrap();
         signer.sign(&Method::GET, &Uri::try_from(&url).unwrap(), &mut headers);
         let headers = [("x-berth-router-proof", headers[proof::REQUEST].to_str().unwrap())];
         let answer = cluster.web.request(Method::GET, &url, &headers, Body::empty()).await;
         assert_eq!(answer.unwrap().status, 200);
     }
+}
+
+#[tokio::test]
+async fn a_router_that_its_agent_has_forgotten_loses_no_turn_and_no_call() {
+    let files = Files::of_fleet(&Authority::new("fleet"));
+    let cluster = start_with_token(&files).await;
     cluster.turn("/generate", &[], &text_turn("hello", 4)).await;
+    have_routers_forgotten(&cluster, &files).await;
+    cluster.open_pinned("s").await;
+    have_routers_forgotten(&cluster, &files).await;
+    let mut turns = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let (web, url) = (cluster.web.clone(), cluster.url("/generate"));
+        turns.spawn(async move { web.post(&url, &[], &text_turn("hello", 4)).await.unwrap() });
+    }
+    for answer in turns.join_all().await {
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    have_routers_forgotten(&cluster, &files).await;
+    assert_eq!(cluster.delete("/v1/sessions/s").await.status, 204);
     let metrics = cluster.agent_metrics().await;
-    assert!(metrics.contains("berth_agent_refusals_total{code=\"not_a_router\"} 1\n"), "{metrics}");
+    let refused = "berth_agent_refusals_total{code=\"not_a_router\"}";
+    assert!(metrics.contains(refused), "the agent has forgotten nobody: {metrics}");
+    assert_eq!(cluster.worker(0).await["state"], "fresh");
 }

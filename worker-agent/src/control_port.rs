@@ -59,6 +59,8 @@ const FILE_PARTS_QUEUED_MAX: usize = 4;
 const FILE_PART_WAIT_MAX: Duration = Duration::from_secs(20);
 /// The maximum number of routers that fetch files at once. Each occupies a thread of the agent.
 const FILE_FETCHES_MAX: usize = 4;
+/// The most bytes of a request. The largest has a session's key; `Prove` is read from anybody.
+const REQUEST_BYTES_MAX: usize = 4 << 10;
 /// The interval of keepalive pings, and the time limit for their answers. The pings detect that a
 /// watcher's host has died.
 const KEEPALIVE: Duration = Duration::from_secs(5);
@@ -146,7 +148,9 @@ pub fn start(
                 .http2_keepalive_interval(Some(KEEPALIVE))
                 .http2_keepalive_timeout(Some(KEEPALIVE))
                 .layer(check)
-                .add_service(WorkerAgentServer::new(service))
+                .add_service(
+                    WorkerAgentServer::new(service).max_decoding_message_size(REQUEST_BYTES_MAX),
+                )
                 .serve_with_incoming_shutdown(connections, async {
                     token.cancelled().await;
                     // The streams of watchers don't end by themselves, and the server waits for

@@ -6,7 +6,7 @@
 //!   and on each to a control port, by [`router::SignedChannel`].
 //! - A router *signs* each request and call: an HMAC by the token over the challenge, a number, the
 //!   method, the path, and the headers that only a router may send. An agent takes each number once
-//!   ([`windows`]). So who listens on the network, or answers in an agent's place, learns nothing
+//!   (`windows`). So who listens on the network, or answers in an agent's place, learns nothing
 //!   by which it could act as a router.
 //! - An agent that announces itself signs its id and its address ([`announcement`]).
 //!
@@ -28,8 +28,10 @@ use crate::router_token::{Mac, TOKEN_ID_BYTES, Token};
 
 /// Bytes of a nonce.
 const NONCE_BYTES: usize = 32;
-/// Bytes of a challenge: what is random for each agent process, and a number for each hello.
-const CHALLENGE_BYTES: usize = 16 + 8;
+/// Bytes of a challenge that each agent process has of its own.
+const PROCESS_BYTES: usize = 16;
+/// Bytes of a challenge: those of the agent's process, and the number of the hello.
+const CHALLENGE_BYTES: usize = PROCESS_BYTES + 8;
 /// Bytes of the random name of one router's connection to one agent.
 const ROUTER_BYTES: usize = 16;
 /// Bytes of an HMAC.
@@ -150,6 +152,13 @@ fn request_mac(
         }
     }
     mac
+}
+
+/// Returns the number of the hello that got this challenge of the agent's process `process`; `None`
+/// if another process gave it.
+fn hello_number(challenge: &[u8; CHALLENGE_BYTES], process: &[u8]) -> Option<u64> {
+    let number = challenge.strip_prefix(process)?;
+    Some(u64::from_le_bytes(number.try_into().ok()?))
 }
 
 /// Fills an array with random bytes.

@@ -38,6 +38,9 @@ use crate::config::claims::ClaimsTable;
 const SCRIPT: &str = "\
 local held = redis.pcall('GET', KEYS[1])
 local generation, worker = '', ''
+if type(held) == 'table' and held.err and not string.find(held.err, 'WRONGTYPE') then
+  return held
+end
 if type(held) == 'string' then
   local found, text = string.match(held, '^(%d+) (%d+ .+)$')
   if found and #found <= 16 and #string.match(text, '^%d+') <= 9 then

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::WatchLoadRequest;
+use proto::v1::{LoadEvent, WatchLoadRequest, load_event::Event};
 use service::{backoff::Backoff, log::describe_error};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -18,7 +18,7 @@ use tracing::debug;
 
 use super::{
     agent::Link,
-    dial::{AgentDialer, describe_status},
+    dial::{AgentDialer, ProvenConnection, describe_status},
     load_stream::LoadStreamChecker,
     state::Update,
     view::View,
@@ -79,12 +79,13 @@ impl LoadWatcher {
         // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
         // So the whole attempt has a limit too.
         let open_stream = async {
-            let mut client = self.dialer.connect().await?;
+            let ProvenConnection { mut client, agent_id } = self.dialer.connect().await?;
             let stream = client.watch_load(WatchLoadRequest {}).await;
-            stream.map_err(|status| describe_status(&status))
+            stream.map(|stream| (stream, agent_id)).map_err(|status| describe_status(&status))
         };
-        let mut stream = match tokio::time::timeout(self.connect_max, open_stream).await {
-            Ok(Ok(response)) => response.into_inner(),
+        let opened = tokio::time::timeout(self.connect_max, open_stream).await;
+        let (mut stream, proven_id) = match opened {
+            Ok(Ok((response, proven_id))) => (response.into_inner(), proven_id),
             Ok(Err(why)) => return why,
             Err(_) => return format!("no answer within {} ms", self.connect_max.as_millis()),
         };
@@ -114,6 +115,9 @@ impl LoadWatcher {
                 Ok(None) => return "the agent ended the stream".to_owned(),
                 Err(status) => return describe_status(&status),
             };
+            if let Some(why) = says_another_id(&event, proven_id.as_deref()) {
+                return why;
+            }
             match checker.accept(event) {
                 Ok(None) => {}
                 Ok(Some(update)) => {
@@ -147,5 +151,39 @@ impl LoadWatcher {
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
         self.updates.send((self.agent_index, update, now)).await.map_err(drop)
+    }
+}
+
+/// Returns the reason if an agent describes itself by another id than it has proven. What passes on
+/// the proofs of another agent can so take no other place than that agent's.
+fn says_another_id(event: &LoadEvent, proven_id: Option<&str>) -> Option<String> {
+    let (Some(Event::Description(description)), Some(proven)) = (&event.event, proven_id) else {
+        return None;
+    };
+    let described = &description.agent_id;
+    (described != proven).then(|| {
+        format!("the agent calls itself {described:?}, and has proven that it is {proven:?}")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::v1::Description;
+
+    use super::*;
+
+    #[test]
+    fn an_agent_that_passes_on_another_ones_proof_is_found_out() {
+        let event = |agent_id: &str| LoadEvent {
+            event: Some(Event::Description(Description {
+                agent_id: agent_id.to_owned(),
+                ..Default::default()
+            })),
+            ..Default::default()
+        };
+        assert_eq!(says_another_id(&event("a"), Some("a")), None);
+        assert_eq!(says_another_id(&event("a"), None), None);
+        assert!(says_another_id(&event("b"), Some("a")).is_some());
+        assert_eq!(says_another_id(&LoadEvent::default(), Some("a")), None);
     }
 }

@@ -17,19 +17,27 @@ use proto::{
     v1,
 };
 use service::proof::router::AgentClient;
-use tonic::{Code, Status};
+use tokio::sync::OnceCell;
+use tonic::{Code, Response, Status};
 
-use super::{dial::AgentDialer, tokenizer_files::TokenizerFiles};
+use super::{
+    dial::{AgentDialer, ConnectionEnded},
+    tokenizer_files::TokenizerFiles,
+};
 
 /// Longest time to open, close or demote a session. The engine opens a session in under 1 ms, but
 /// it reads its queue only between two steps. A long prefill can delay that for seconds. An agent
 /// gives a demotion up after 5 seconds.
 const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The client of one agent's control port. It connects at the first call, and again after a
-/// failure.
+/// The client of one agent's control port. It connects at the first call, and again when the
+/// connection has ended or the agent no longer takes this router's proofs.
 #[derive(Debug, Clone)]
-pub(crate) struct ControlClient(AgentClient);
+pub(crate) struct ControlClient {
+    dialer: AgentDialer,
+    /// The connection that calls use; empty until it is made.
+    current: Arc<ArcSwap<OnceCell<AgentClient>>>,
+}
 
 /// An agent's positive answer to a request to open a session.
 #[derive(Debug)]
@@ -81,7 +89,34 @@ pub(crate) struct OpenRequest {
 
 impl ControlClient {
     pub(crate) fn new(dialer: &AgentDialer) -> Self {
-        Self(dialer.connect_lazily())
+        Self { dialer: dialer.clone(), current: Arc::default() }
+    }
+
+    /// Calls the agent. A call that the agent has not run for certain, because the connection had
+    /// ended or the proof didn't count, is made once more over a new connection.
+    async fn call<T, F>(&self, call: impl Fn(AgentClient) -> F) -> Result<T, Status>
+    where
+        F: Future<Output = Result<Response<T>, Status>>,
+    {
+        let connection = self.current.load_full();
+        let answer = call(self.connect(&connection).await?).await;
+        let Err(status) = answer else { return answer.map(Response::into_inner) };
+        if !is_not_run(&status) {
+            return Err(status);
+        }
+        // Another call may have replaced it already.
+        self.current.compare_and_swap(&connection, Arc::default());
+        let client = self.connect(&self.current.load_full()).await?;
+        call(client).await.map(Response::into_inner)
+    }
+
+    /// Returns the client of a connection, which the first caller makes.
+    async fn connect(&self, connection: &OnceCell<AgentClient>) -> Result<AgentClient, Status> {
+        let make = || async {
+            let made = self.dialer.connect().await;
+            made.map(|made| made.client).map_err(Status::unavailable)
+        };
+        connection.get_or_try_init(make).await.cloned()
     }
 
     /// Opens the session on the data-parallel rank. If the session is already open, returns it.
@@ -96,8 +131,11 @@ impl ControlClient {
             idle_ms_max: open_request.idle_ms_max.unwrap_or(0),
             dp_rank: Some(dp_rank),
         };
-        let mut client = self.0.clone();
-        let answer = with_time_limit(client.open_session(request)).await?.into_inner();
+        let open = |mut client: AgentClient| {
+            let request = request.clone();
+            async move { client.open_session(request).await }
+        };
+        let answer = with_time_limit(self.call(open)).await?;
         let was_open = answer.was_open;
         let session = Session::try_from(answer).map_err(|error| invalid_answer(&error))?;
         Ok(OpenedAtAgent { session, was_open })
@@ -105,16 +143,12 @@ impl ControlClient {
 
     /// Closes the session. Returns true if a turn still runs and the session closes after it.
     pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
-        let request = v1::CloseSessionRequest { key: Some(key.into()), only_if_idle: false };
-        let mut client = self.0.clone();
-        Ok(with_time_limit(client.close_session(request)).await?.into_inner().deferred)
+        Ok(with_time_limit(self.send_close(key, false)).await?.deferred)
     }
 
     /// Closes the session if no turn of it runs or waits. Returns whether it was closed.
     pub(crate) async fn close_if_idle(&self, key: &SessionKey) -> Result<bool, Status> {
-        let request = v1::CloseSessionRequest { key: Some(key.into()), only_if_idle: true };
-        let mut client = self.0.clone();
-        match with_time_limit(client.close_session(request)).await {
+        match with_time_limit(self.send_close(key, true)).await {
             Ok(_) => Ok(true),
             Err(status) if matches!(status.code(), Code::NotFound | Code::FailedPrecondition) => {
                 Ok(false)
@@ -126,19 +160,34 @@ impl ControlClient {
     /// Demotes the session: its KV goes to the engine's radix tree, and its history stays. Returns
     /// when that is done.
     pub(crate) async fn demote(&self, key: &SessionKey) -> Result<(), Status> {
-        let request = v1::DemoteSessionRequest { key: Some(key.into()) };
-        let mut client = self.0.clone();
-        with_time_limit(client.demote_session(request)).await.map(drop)
+        let demote = |mut client: AgentClient| {
+            let request = v1::DemoteSessionRequest { key: Some(key.into()) };
+            async move { client.demote_session(request).await }
+        };
+        with_time_limit(self.call(demote)).await.map(drop)
+    }
+
+    async fn send_close(
+        &self,
+        key: &SessionKey,
+        only_if_idle: bool,
+    ) -> Result<v1::CloseSessionResponse, Status> {
+        let close = |mut client: AgentClient| {
+            let request = v1::CloseSessionRequest { key: Some(key.into()), only_if_idle };
+            async move { client.close_session(request).await }
+        };
+        self.call(close).await
     }
 
     /// Asks the agent for a claim on a session's worker. The caller has a deadline.
     pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Status> {
-        let mut client = self.0.clone();
-        let answer = client.claim_placement(v1::ClaimPlacementRequest::from(request)).await?;
-        answer
-            .into_inner()
-            .try_into()
-            .map_err(|error: placement_claim::Error| invalid_answer(&error))
+        let request = v1::ClaimPlacementRequest::from(request);
+        let claim = |mut client: AgentClient| {
+            let request = request.clone();
+            async move { client.claim_placement(request).await }
+        };
+        let answer = self.call(claim).await?;
+        answer.try_into().map_err(|error: placement_claim::Error| invalid_answer(&error))
     }
 
     /// Fetches the files of the agent's model. `described_files` has their total size and their
@@ -151,9 +200,11 @@ impl ControlClient {
         if described_files.bytes > model_files::BYTES_MAX {
             return Err(Status::out_of_range("the files are larger than the router's limit"));
         }
-        let request = v1::FetchModelFilesRequest { hash: described_files.hash.to_vec() };
-        let mut client = self.0.clone();
-        let mut parts = client.fetch_model_files(request).await?.into_inner();
+        let fetch = |mut client: AgentClient| {
+            let request = v1::FetchModelFilesRequest { hash: described_files.hash.to_vec() };
+            async move { client.fetch_model_files(request).await }
+        };
+        let mut parts = self.call(fetch).await?;
         let (mut files, mut bytes_left) =
             (BTreeMap::<String, Vec<u8>>::new(), described_files.bytes);
         while let Some(part) = parts.message().await? {
@@ -180,6 +231,18 @@ impl ControlClient {
             template: template.map_err(|_| mismatch())?,
         })
     }
+}
+
+/// Whether an agent has not run a call for certain, and may run it over a new connection.
+fn is_not_run(status: &Status) -> bool {
+    let mut source = std::error::Error::source(status);
+    while let Some(error) = source {
+        if error.is::<ConnectionEnded>() {
+            return true;
+        }
+        source = error.source();
+    }
+    status.code() == Code::Unauthenticated
 }
 
 fn invalid_answer(error: &dyn std::error::Error) -> Status {

@@ -2,11 +2,21 @@
 //!
 //! `connect`, `control` and the stream of resident blocks each have a connection of their own. A
 //! connection uses the certificates that are in the files when it is made, a call the token that is
-//! in its file when it is made. On a connection for a stream, the agent first proves that it holds
-//! the token.
+//! in its file when it is made. On each connection the agent first proves that it holds the token,
+//! so none is made anew under a client that has one.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
 
+use http::Uri;
 use hyper_util::client::legacy::connect::HttpConnector;
 use service::{
     log::describe_error,
@@ -19,6 +29,7 @@ use service::{
     },
 };
 use tonic::transport::{Endpoint, Error};
+use tower::Service;
 
 /// Time between two HTTP/2 pings. A host that dies silently is noticed after this time plus
 /// [`KEEPALIVE_TIMEOUT`]. At about that time its silence makes its workers stale.
@@ -33,6 +44,43 @@ pub(crate) struct AgentCredentials {
     pub(crate) tls: Option<ClientTls>,
     /// The tokens that the router shares with its agents; `None` if there is none.
     pub(crate) tokens: Option<Reloaded<Tokens>>,
+}
+
+/// A connection to an agent that has proven itself, if it must.
+#[derive(Debug)]
+pub(crate) struct ProvenConnection {
+    pub(crate) client: AgentClient,
+    /// The id that the agent has proven; `None` without tokens.
+    pub(crate) agent_id: Option<String>,
+}
+
+/// The connection of a client has ended. What was called was not sent.
+#[derive(Debug, thiserror::Error)]
+#[error("the connection to the agent has ended")]
+pub(crate) struct ConnectionEnded;
+
+/// A connector that connects once. Tonic would connect again by itself, to whatever answers then.
+#[derive(Debug, Clone)]
+struct OneConnection {
+    connector: Connector,
+    is_used: Arc<AtomicBool>,
+}
+
+impl Service<Uri> for OneConnection {
+    type Response = <Connector as Service<Uri>>::Response;
+    type Error = <Connector as Service<Uri>>::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.connector.poll_ready(context)
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        if self.is_used.swap(true, Ordering::Relaxed) {
+            return Box::pin(std::future::ready(Err(ConnectionEnded.into())));
+        }
+        self.connector.call(uri)
+    }
 }
 
 /// Makes connections to the control port of one agent.
@@ -75,17 +123,14 @@ impl AgentDialer {
     ///
     /// # Errors
     /// Why not, for an operator.
-    pub(crate) async fn connect(&self) -> Result<AgentClient, String> {
-        let channel = self.endpoint.connect_with_connector(self.connector.clone()).await;
+    pub(crate) async fn connect(&self) -> Result<ProvenConnection, String> {
+        let connector =
+            OneConnection { connector: self.connector.clone(), is_used: Arc::default() };
+        let channel = self.endpoint.connect_with_connector(connector).await;
         let channel = channel.map_err(|error| describe_error(&error))?;
-        let client = SignedChannel::proven_client(channel, self.signer.clone()).await;
-        client.map_err(|status| describe_status(&status))
-    }
-
-    /// Returns a client that connects at its first call, and again after a failure.
-    pub(crate) fn connect_lazily(&self) -> AgentClient {
-        let channel = self.endpoint.connect_with_connector_lazy(self.connector.clone());
-        SignedChannel::client(channel, self.signer.clone())
+        let proven = SignedChannel::proven_client(channel, self.signer.clone()).await;
+        let (client, agent_id) = proven.map_err(|status| describe_status(&status))?;
+        Ok(ProvenConnection { client, agent_id })
     }
 }
 

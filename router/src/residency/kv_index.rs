@@ -240,7 +240,7 @@ impl KvWatcher {
     /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, checker: &mut KvStreamChecker) -> String {
         let open_stream = async {
-            let client = self.dialer.connect().await?;
+            let client = self.dialer.connect().await?.client;
             let mut client = client.max_decoding_message_size(MESSAGE_BYTES_MAX);
             let stream = client.watch_kv(WatchKvRequest {}).await;
             stream.map_err(|status| describe_status(&status))

@@ -34,8 +34,8 @@ use proto::{
     route::Kind,
 };
 use service::{
-    clock::now, headers::strip_answer, tls::client::is_certificate_refused,
-    traces::record::SpanKind,
+    clock::now, headers::strip_answer, proof::connection::is_busy,
+    tls::client::is_certificate_refused, traces::record::SpanKind,
 };
 use tokio::time::Sleep;
 
@@ -175,13 +175,18 @@ pub(super) async fn send_request(
     let worker_name = || worker_name.to_owned();
     let answer = upstream.send(worker.agent, request, deadline).await;
     if answer.as_ref().is_ok_and(is_refused_as_stranger) {
-        let reason = "the agent doesn't accept this router's token".to_owned();
+        let reason =
+            "the agent takes this router for a stranger: it has another token, or is called \
+                      by a name that it doesn't know (its advertise.host)"
+                .to_owned();
         upstream.report_unreachable(worker, reason);
         return Err(NoAnswer::NotARouter { worker: worker_name() });
     }
     answer.map_err(|error| match error {
         SendError::Http(source) if source.is_connect() || is_certificate_refused(&source) => {
-            upstream.report_unreachable(worker, service::log::describe_error(&source));
+            if !is_busy(&source) {
+                upstream.report_unreachable(worker, service::log::describe_error(&source));
+            }
             NoAnswer::Connect { worker: worker_name(), source }
         }
         SendError::Http(source) => NoAnswer::BrokenOff { worker: worker_name(), source },

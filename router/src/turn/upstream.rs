@@ -173,10 +173,16 @@ impl UpstreamClient {
             return self.client.request(request).await;
         };
         let unsigned = request.clone();
+        let challenge = signer.challenge();
         sign(&signer, &mut request);
         let uri = request.uri().clone();
         let answer = self.client.request(request).await?;
-        if !is_refused_as_stranger(&answer) || !self.say_hello(&signer, uri).await {
+        if !is_refused_as_stranger(&answer) {
+            return Ok(answer);
+        }
+        // Another request may have learned the new challenge meanwhile.
+        let is_proven = signer.challenge() != challenge || self.say_hello(&signer, uri).await;
+        if !is_proven {
             return Ok(answer);
         }
         let mut request = unsigned;

@@ -32,6 +32,7 @@ pub(super) async fn connect(args: &AgentArgs, wait_max: Duration) -> Result<Agen
     let signer = tokens.map(|tokens| Arc::new(Signer::new(Reloaded::fixed(tokens))));
     SignedChannel::proven_client(channel, signer)
         .await
+        .map(|(client, _agent_id)| client)
         .map_err(|status| Error::Refused(status.message().to_owned()))
 }
 

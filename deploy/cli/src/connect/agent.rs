@@ -43,7 +43,7 @@ pub async fn connect_to(
     let channel = channel.map_err(|error| unreachable_error(url, chain(&error)))?;
     let signer = tokens.map(|tokens| Arc::new(Signer::new(Reloaded::fixed(tokens))));
     let client = SignedChannel::proven_client(channel, signer).await;
-    client.map_err(|status| call_error(args, &status))
+    client.map(|(client, _agent_id)| client).map_err(|status| call_error(args, &status))
 }
 
 /// Converts the status of a call. Each says why in the agent's own words.

@@ -67,8 +67,10 @@ pub fn is_of_unknown_page(headers: &HeaderMap) -> bool {
 /// Why the request isn't served.
 pub fn check_no_browser(headers: &HeaderMap, hosts: &[String]) -> Result<(), &'static str> {
     let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
-    if host.is_some_and(|host| !is_own_name(host, hosts)) {
-        return Err("it names this host by a foreign name");
+    // No attacker can have a name without a dot, such as a host's own in its network.
+    let is_foreign = |host: &[u8]| host.contains(&b'.') && !is_own_name(host, hosts);
+    if host.is_some_and(is_foreign) {
+        return Err("it names this host by a foreign name, that advertise.host doesn't have");
     }
     if headers.contains_key(header::ORIGIN) || headers.contains_key(SEC_FETCH_SITE) {
         return Err("it is a page in a browser");
@@ -147,10 +149,11 @@ mod tests {
         let check = |entries: &[(HeaderName, &'static str)]| {
             let entries = entries.iter().cloned();
             let headers = entries.map(|(name, value)| (name, HeaderValue::from_static(value)));
-            check_no_browser(&HeaderMap::from_iter(headers), &["gpu-1".to_owned()]).is_ok()
+            check_no_browser(&HeaderMap::from_iter(headers), &["gpu-1.example".to_owned()]).is_ok()
         };
         assert!(check(&[]) && check(&[(header::HOST, "127.0.0.1:1")]));
         assert!(check(&[(header::HOST, "gpu-1:30100")]));
+        assert!(check(&[(header::HOST, "GPU-1.example:30100")]));
         assert!(!check(&[(header::HOST, "evil.example:30100")]));
         assert!(!check(&[(header::HOST, "localhost"), (header::ORIGIN, "http://localhost")]));
         assert!(!check(&[(header::HOST, "localhost"), (SEC_FETCH_SITE, "same-origin")]));

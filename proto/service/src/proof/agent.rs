@@ -11,13 +11,10 @@ use proto::{
 };
 
 use super::{
-    CHALLENGE_BYTES, Error, NONCE_BYTES, RequestProof, announcement, decode, encode, hello_mac,
-    random, request_mac, windows::Windows,
+    Error, NONCE_BYTES, PROCESS_BYTES, RequestProof, announcement, decode, encode, hello_mac,
+    hello_number, random, request_mac, windows::Windows,
 };
 use crate::{reload::Reloaded, router_token::Tokens};
-
-/// Bytes of a challenge that each agent process has of its own.
-const PROCESS_BYTES: usize = 16;
 
 /// What one agent process proves itself with, and which proofs it has taken. Both ports share it.
 #[derive(Debug)]
@@ -87,13 +84,7 @@ impl AgentProofs {
         if !request_mac(token, &self.agent_id, &stamp, (method, uri, headers)).is(&mac) {
             return Err(Error::Forged);
         }
-        let hello = self.hello_of(&stamp.challenge).ok_or(Error::Outdated)?;
+        let hello = hello_number(&stamp.challenge, &self.process).ok_or(Error::Outdated)?;
         self.windows.lock().take(stamp.router, hello, stamp.number)
-    }
-
-    /// Returns the number of the hello that got this challenge; `None` if another process gave it.
-    fn hello_of(&self, challenge: &[u8; CHALLENGE_BYTES]) -> Option<u64> {
-        let number = challenge.strip_prefix(&self.process)?;
-        Some(u64::from_le_bytes(number.try_into().ok()?))
     }
 }

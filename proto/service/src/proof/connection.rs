@@ -1,6 +1,7 @@
 //! Connections to data ports on which the agent has proven itself, before any request is sent.
 
 use std::{
+    io,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -8,7 +9,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderMap, Request, Uri, header};
+use http::{Request, StatusCode, Uri, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_rustls::MaybeHttpsStream;
@@ -19,6 +20,7 @@ use tower_service::Service;
 
 use super::router::Hello;
 use crate::{
+    descriptors,
     reload::Reloaded,
     router_token::Tokens,
     tls::client::{BoxError, Connector, with_limit},
@@ -71,6 +73,13 @@ impl Service<Uri> for ProvenConnector {
     }
 }
 
+/// Whether an agent took no connection because its port is full or it stops. That says nothing
+/// against it.
+#[must_use]
+pub fn is_busy(error: &(dyn std::error::Error + 'static)) -> bool {
+    descriptors::system_error(error).map(io::Error::kind) == Some(io::ErrorKind::ResourceBusy)
+}
+
 /// Has the agent at the other end prove itself, and returns the connection for requests.
 async fn say_hello(stream: Stream, host: &str, tokens: Arc<Tokens>) -> Result<Stream, BoxError> {
     let hello = Hello::new(tokens);
@@ -84,10 +93,17 @@ async fn say_hello(stream: Stream, host: &str, tokens: Arc<Tokens>) -> Result<St
         let answer = sender.send_request(request).await?;
         let (head, body) = answer.into_parts();
         Limited::new(body, ANSWER_BYTES_MAX).collect().await?;
-        Ok::<HeaderMap, BoxError>(head.headers)
+        Ok::<_, BoxError>(head)
     };
     let (answer, parts) = tokio::join!(exchange, connection.without_shutdown());
-    hello.check_headers(&answer?).map_err(|error| {
+    let head = answer?;
+    // An agent whose port is full, or that stops, has nothing to prove.
+    let closes = head.headers.get(header::CONNECTION).is_some_and(|value| value == "close");
+    if closes && (head.status == StatusCode::OK || head.status == StatusCode::SERVICE_UNAVAILABLE) {
+        let text = "the agent has no place for a connection, or stops";
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, text).into());
+    }
+    hello.check_headers(&head.headers).map_err(|error| {
         format!(
             "what answers doesn't hold the token of agents.token_file ({error}), so it is no \
              agent of this fleet"
@@ -98,4 +114,42 @@ async fn say_hello(stream: Stream, host: &str, tokens: Arc<Tokens>) -> Result<St
         return Err("the agent sent more than its answer".into());
     }
     Ok(parts.io)
+}
+
+#[cfg(test)]
+mod tests {
+    use hyper_util::client::legacy::connect::HttpConnector;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::TcpListener,
+    };
+
+    use super::*;
+    use crate::tls::Protocol;
+
+    /// Connects to a port that answers the hello with `answer`, and returns why that fails.
+    async fn refusal(answer: &'static [u8]) -> BoxError {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+        let agent = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            assert!(stream.read(&mut [0; 4096]).await.unwrap() > 0);
+            stream.write_all(answer).await.unwrap();
+        };
+        let time_max = Duration::from_secs(60);
+        let http = Connector::new(HttpConnector::new(), None, Protocol::Http1, time_max);
+        let tokens = Tokens::parse("tokens", &[b'x'; 32]).unwrap();
+        let mut connector = ProvenConnector::new(http, Some(Reloaded::fixed(tokens)), time_max);
+        tokio::join!(connector.call(uri), agent).0.map(drop).unwrap_err()
+    }
+
+    #[tokio::test]
+    async fn an_agent_without_a_place_is_no_impostor() {
+        let full = b"HTTP/1.1 503 Full\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+        assert!(is_busy(&*refusal(full).await));
+        let stranger = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n";
+        let error = refusal(stranger).await;
+        assert!(!is_busy(&*error) && error.to_string().contains("no agent of this fleet"));
+        assert!(!is_busy(&*refusal(b"SSH-2.0-OpenSSH_9.2\r\n").await));
+    }
 }

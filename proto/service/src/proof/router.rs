@@ -23,8 +23,8 @@ use tonic::{
 use tower_service::Service;
 
 use super::{
-    CHALLENGE_BYTES, Error, NONCE_BYTES, ROUTER_BYTES, RequestProof, Stamp, decode, encode,
-    hello_mac, random, request_mac,
+    CHALLENGE_BYTES, Error, NONCE_BYTES, PROCESS_BYTES, ROUTER_BYTES, RequestProof, Stamp, decode,
+    encode, hello_mac, hello_number, random, request_mac,
 };
 use crate::{reload::Reloaded, router_token::Tokens};
 
@@ -122,8 +122,35 @@ impl Signer {
     /// # Errors
     /// If the agent doesn't hold the token.
     pub fn accept(&self, hello: &Hello, answer: ProveResponse) -> Result<(), Error> {
-        self.agent.store(Some(Arc::new(hello.check(answer)?)));
+        self.store(hello.check(answer)?);
         Ok(())
+    }
+
+    /// Keeps what an agent has proven, unless a newer answer of the same process is known: those of
+    /// two connections may come in any order.
+    fn store(&self, answer: ProvenAgent) {
+        let answer = Arc::new(answer);
+        self.agent.rcu(|known| {
+            let is_newer = |known: &Arc<ProvenAgent>| {
+                let process = &known.challenge[..PROCESS_BYTES];
+                let number = hello_number(&answer.challenge, process);
+                known.agent_id == answer.agent_id
+                    && number.is_some_and(|number| {
+                        Some(number) < hello_number(&known.challenge, process)
+                    })
+            };
+            match known {
+                Some(known) if is_newer(known) => Some(Arc::clone(known)),
+                _ => Some(Arc::clone(&answer)),
+            }
+        });
+    }
+
+    /// Returns the challenge by which requests are signed now; `None` before the agent has proven
+    /// itself.
+    #[must_use]
+    pub fn challenge(&self) -> Option<[u8; CHALLENGE_BYTES]> {
+        self.agent.load().as_ref().map(|agent| agent.challenge)
     }
 
     /// Takes the answer to a hello on the data port, which may come from a new process of the
@@ -137,7 +164,7 @@ impl Signer {
         if known.as_ref().is_none_or(|known| known.agent_id != answer.agent_id) {
             return Err(Error::Forged);
         }
-        self.agent.store(Some(Arc::new(answer)));
+        self.store(answer);
         Ok(())
     }
 
@@ -164,39 +191,44 @@ pub struct SignedChannel {
 }
 
 impl SignedChannel {
-    /// Returns the client of the control port at the other end of `channel`.
-    #[must_use]
-    pub fn client(channel: Channel, signer: Option<Arc<Signer>>) -> AgentClient {
-        WorkerAgentClient::new(Self { channel, signer })
-    }
-
-    /// Returns the client of the control port at the other end of `channel`, after the agent has
-    /// proven itself, if there is a signer.
+    /// Returns the client of the control port at the other end of `channel`. If there is a signer,
+    /// the agent has proven itself, and its id is returned too.
     ///
     /// # Errors
     /// If the agent can't be asked, or doesn't hold the token.
     pub async fn proven_client(
         channel: Channel,
         signer: Option<Arc<Signer>>,
-    ) -> Result<AgentClient, Status> {
-        let mut client = Self::client(channel, signer.clone());
-        if let Some(signer) = signer {
-            let hello = signer.hello();
-            let answer = client.prove(hello.message()).await.map_err(|status| {
-                if status.code() != Code::Unimplemented {
-                    return status;
-                }
-                let text = "the agent can't prove itself: update it, and then its routers";
-                Status::unauthenticated(text)
-            })?;
-            signer.accept(&hello, answer.into_inner()).map_err(|_| {
-                Status::unauthenticated(
-                    "what answers doesn't hold the token of agents.token_file, so it is no agent \
-                     of this fleet; check the agent's address and its auth.token_file",
-                )
-            })?;
+    ) -> Result<(AgentClient, Option<String>), Status> {
+        let mut client = WorkerAgentClient::new(Self { channel, signer: signer.clone() });
+        let Some(signer) = signer else { return Ok((client, None)) };
+        let hello = signer.hello();
+        let answer = client.prove(hello.message()).await;
+        let answer = answer.map_err(|status| unproven(&status))?.into_inner();
+        let agent_id = answer.agent_id.clone();
+        signer.accept(&hello, answer).map_err(|_| {
+            Status::unauthenticated(
+                "what answers doesn't hold the token of agents.token_file, so it is no agent of \
+                 this fleet; check the agent's address and its auth.token_file",
+            )
+        })?;
+        Ok((client, Some(agent_id)))
+    }
+}
+
+/// Returns what an operator reads when an agent doesn't answer a hello.
+fn unproven(status: &Status) -> Status {
+    match status.code() {
+        Code::Unimplemented => {
+            Status::unauthenticated("the agent can't prove itself: update it, and then its routers")
         }
-        Ok(client)
+        // Agents of earlier versions refuse every call that has no token in clear.
+        Code::Unauthenticated => Status::unauthenticated(format!(
+            "the agent didn't prove itself: {}; or it is of an earlier version: update agents \
+             before routers",
+            status.message()
+        )),
+        _ => status.clone(),
     }
 }
 

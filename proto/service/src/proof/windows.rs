@@ -21,8 +21,8 @@ const WORD_BITS: u64 = u64::BITS as u64;
 /// The numbers that were seen of one router.
 #[derive(Debug)]
 struct Window {
-    /// The number of the hello whose challenge the first request had. What has an earlier one was
-    /// signed before the router was forgotten, and may have been seen then.
+    /// The lowest number of a hello whose challenge counts. What has an earlier one was signed
+    /// before a router was forgotten, and may have been seen then.
     first_hello: u64,
     /// The highest number of a hello whose challenge a request had.
     last_hello: u64,
@@ -43,10 +43,10 @@ pub(super) struct Windows {
 }
 
 impl Window {
-    fn new(hello: u64, number: u64) -> Self {
+    fn new(first_hello: u64, number: u64) -> Self {
         let words = usize::try_from(NUMBERS / WORD_BITS).expect("some hundred");
         let seen = vec![0; words].into();
-        Self { first_hello: hello, last_hello: hello, highest: number, seen, heard_at: 0 }
+        Self { first_hello, last_hello: first_hello, highest: number, seen, heard_at: 0 }
     }
 
     /// Returns the word and the bit of a number.
@@ -102,7 +102,10 @@ impl Windows {
                 self.forget_one();
             }
         }
-        let window = self.routers.entry(router).or_insert_with(|| Window::new(hello, number));
+        // Not the first one that arrives: another request may have been signed before.
+        let first_hello = self.forgotten_hello.map_or(0, |forgotten| forgotten + 1);
+        let new = || Window::new(first_hello, number);
+        let window = self.routers.entry(router).or_insert_with(new);
         if hello < window.first_hello {
             return Err(Error::Outdated);
         }
@@ -188,8 +191,9 @@ mod tests {
         windows.take(name(0), 0, 2).unwrap();
         windows.take(name(1), 1001, 1).unwrap();
         assert_eq!(windows.take(name(1), 1, 0), Err(Error::Outdated), "a proof was taken twice");
-        // What it had signed after that hello, before another one, still counts.
+        // What it signs with the challenges of two hellos at once counts in any order.
         windows.take(name(1), 1003, 3).unwrap();
         windows.take(name(1), 1001, 2).unwrap();
+        windows.take(name(1), 1000, 4).unwrap();
     }
 }
