@@ -633,6 +633,29 @@ mod tests {
     }
 
     #[test]
+    fn a_body_that_counts_on_a_history_elsewhere_is_refused() {
+        for (kind, member, code) in [
+            (Kind::Messages, r#""thread":{"type":"create"}"#, Code::ThreadUnsupported),
+            (Kind::Messages, r#""thread":"x""#, Code::ThreadUnsupported),
+            (
+                Kind::Messages,
+                r#""thread":{"type":"continue","previous_message_id":"msg_1"}"#,
+                Code::ThreadNotFound,
+            ),
+            (Kind::Responses, r#""conversation":"conv_1""#, Code::ConversationUnsupported),
+            (Kind::Responses, r#""prompt":{"id":"pmpt_1"}"#, Code::ConversationUnsupported),
+        ] {
+            let body = format!(r#"{{"messages":[],"input":"a",{member}}}"#);
+            for retention in [None, Some(Retention::Tagged)] {
+                assert_eq!(sent(kind, retention, &body), Err(code), "{member}");
+            }
+            let null = format!(r#"{{"input":"a",{}:null}}"#, member.split(':').next().unwrap());
+            assert!(sent(kind, None, &null).is_ok(), "{null}");
+        }
+        assert!(sent(Kind::Chat, None, r#"{"messages":[],"thread":{"type":"create"}}"#).is_ok());
+    }
+
+    #[test]
     fn no_client_reaches_into_the_engine() {
         for member in [
             r#""encoder_urls":["http://evil.example"]"#,

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use serde_json::{Value, json};
 
-use super::Refusal;
+use super::{Code, Refusal};
 
 /// The API that a client uses, as the path of its request says, or a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,11 +37,18 @@ impl Api {
             Self::OpenAi => json!({
                 "error": { "message": message, "type": error_type, "param": null, "code": code },
             }),
-            Self::Anthropic => json!({
-                "type": "error",
-                "error": { "type": error_type, "message": message },
-                "request_id": request_id,
-            }),
+            Self::Anthropic => {
+                let mut error = json!({ "type": error_type, "message": message });
+                // By these a client that has begun a thread knows to send all messages.
+                match refusal.code {
+                    Code::ThreadUnsupported => {
+                        error["details"] = json!({ "error_code": code, "unsupported": ["thread"] });
+                    }
+                    Code::ThreadNotFound => error["details"] = json!({ "error_code": code }),
+                    _ => {}
+                }
+                json!({ "type": "error", "error": error, "request_id": request_id })
+            }
         };
         body.to_string().into()
     }
@@ -93,7 +100,7 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::refusal::{Code, Repeat, SHOULD_RETRY};
+    use crate::refusal::{Repeat, SHOULD_RETRY};
 
     #[test]
     fn the_request_tells_the_api() {
@@ -131,6 +138,19 @@ mod tests {
         let of_engine = events(Api::OpenAi, br#"{"object":"error","message":"too long"}"#);
         assert!(of_engine.starts_with("data: {\"error\":{\"message\":\"too long\""), "{of_engine}");
         assert!(events(Api::OpenAi, b"Internal\nError").contains(r#""message":"Internal\nError""#));
+    }
+
+    #[test]
+    fn anthropic_s_clients_learn_that_there_are_no_threads() {
+        let details = |code| {
+            let body = Api::Anthropic.body(&Refusal::new(code, "why"), "req_1");
+            serde_json::from_slice::<Value>(&body).unwrap()["error"]["details"].clone()
+        };
+        let unsupported =
+            json!({ "error_code": "thread_unsupported_request", "unsupported": ["thread"] });
+        assert_eq!(details(Code::ThreadUnsupported), unsupported);
+        assert_eq!(details(Code::ThreadNotFound), json!({ "error_code": "thread_not_found" }));
+        assert_eq!(details(Code::InvalidField), Value::Null);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Reads the flags of a body by which the agent decides.
 //!
-//! Refuses members that reach into the engine.
+//! Refuses members that reach into the engine, and those that change what the rest of the body
+//! means to an engine that ignores them.
 
 use proto::{
     answers::runs_in_background,
@@ -16,11 +17,16 @@ use service::refusal::{Code, Refusal};
 const INTERNAL_KEYS: [&str; 5] =
     ["encoder_urls", "http_worker_ipc", "http_worker_ipcs", "kv_hints", "conversation_id"];
 
+/// Members that name what was said before, of which the body then has only the new part. No SGLang
+/// up to 0.5.23 knows them: it would answer to that part alone, with status 200.
+const HISTORY_KEYS: [(Kind, &str); 3] =
+    [(Kind::Messages, "thread"), (Kind::Responses, "conversation"), (Kind::Responses, "prompt")];
+
 /// Returns whether the body asks for a stream.
 ///
 /// # Errors
-/// A refusal with status 400, if a flag can't be read, the turn would run in the background, or a
-/// member reaches into the engine.
+/// A refusal, if a flag can't be read, the turn would run in the background, a member reaches into
+/// the engine, or the body has only a part of what its client means.
 pub(super) fn read_wants_stream(kind: Kind, object: &Object<'_>) -> Result<bool, Refusal> {
     let is_internal =
         |key: &str| matches!(kind, Kind::Generate | Kind::Encode) && INTERNAL_KEYS.contains(&key);
@@ -33,6 +39,7 @@ pub(super) fn read_wants_stream(kind: Kind, object: &Object<'_>) -> Result<bool,
         );
         return Err(Refusal::new(Code::InvalidField, message));
     }
+    refuse_history_elsewhere(kind, object)?;
     let unreadable = |key: &'static str| {
         move |error: NotAFlag| {
             Refusal::new(Code::InvalidField, format!("{key}: {error}; send true or false"))
@@ -46,4 +53,33 @@ pub(super) fn read_wants_stream(kind: Kind, object: &Object<'_>) -> Result<bool,
         ));
     }
     read_flag(object.get("stream")).map_err(unreadable("stream"))
+}
+
+/// Refuses a body that counts on a history that its client has begun elsewhere, or would begin.
+fn refuse_history_elsewhere(kind: Kind, object: &Object<'_>) -> Result<(), Refusal> {
+    for (_, key) in HISTORY_KEYS.iter().filter(|(of_kind, _)| *of_kind == kind) {
+        let Some(value) = object.get(key).filter(|value| value.get() != "null") else { continue };
+        if *key != "thread" {
+            let message = format!(
+                "the engine knows no `{key}`, and would answer to `input` alone: leave it out, and \
+                 send all of the input"
+            );
+            return Err(Refusal::new(Code::ConversationUnsupported, message));
+        }
+        let thread = Object::parse(value.get().as_bytes()).ok();
+        let action = thread.as_ref().and_then(|thread| thread.get("type"));
+        let (code, message) = match action.map(serde_json::value::RawValue::get) {
+            Some("\"continue\"") => (
+                Code::ThreadNotFound,
+                "there is no such thread: leave `thread` out, and send all messages",
+            ),
+            _ => (
+                Code::ThreadUnsupported,
+                "the engine knows no threads, and would answer to the new message alone: leave \
+                 `thread` out, and send all messages",
+            ),
+        };
+        return Err(Refusal::new(code, message));
+    }
+    Ok(())
 }

@@ -24,6 +24,7 @@ const BODY: &str = "worker-agent/src/data_port/request.rs";
 const BUDGET: &str = "proto/service/src/budget.rs";
 const UNREADABLE: &str = "proto/service/src/server/unreadable.rs";
 const AT_THE_AGENT: &str = "refusals_come_from_the_agent_and_never_reach_the_engine";
+const ELSEWHERE: &str = "a_body_that_counts_on_a_history_elsewhere_is_refused";
 const NOT_STAGED: &str = "an_agent_takes_prompts_that_its_engine_can_compute_and_no_others";
 const NO_AGENT: &str = "errors_without_an_agent_have_codes_of_the_router";
 const ROUTER_ERRORS: &str = "router/src/http/errors.rs";
@@ -450,6 +451,9 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::BackgroundUnsupported,
         (BODY, "a_turn_in_the_background_is_refused", "Code::BackgroundUnsupported"),
     ),
+    (Code::ThreadUnsupported, (BODY, ELSEWHERE, "Code::ThreadUnsupported")),
+    (Code::ThreadNotFound, (BODY, ELSEWHERE, "Code::ThreadNotFound")),
+    (Code::ConversationUnsupported, (BODY, ELSEWHERE, "Code::ConversationUnsupported")),
     (Code::TokenIds, (BODY, "what_would_harm_the_engine_is_refused", "Code::TokenIds")),
     (Code::TokenOutOfVocabulary, (AGENT, AT_THE_AGENT, "token_out_of_vocabulary")),
     (Code::NoRank, (STAGED_PREFILL, NOT_STAGED, "no_rank")),
