@@ -1,6 +1,6 @@
 //! Connects to the control port of an agent, as a router does.
 
-use std::{sync::Arc, time::Duration};
+use std::{error::Error as _, sync::Arc, time::Duration};
 
 use service::{
     proof::router::{AgentClient, SignedChannel, Signer},
@@ -52,8 +52,9 @@ pub fn call_error(args: &TargetArgs, status: &Status) -> Error {
     let why = status.message().to_owned();
     match status.code() {
         Code::Unauthenticated | Code::PermissionDenied => Error::Refused { who: "agent", why },
-        Code::Unavailable | Code::Unknown if why.contains("transport") => {
-            unreachable_error(args.agent.clone(), why)
+        // A status that the agent itself has sent has no source.
+        Code::Unavailable | Code::Unknown | Code::Internal if status.source().is_some() => {
+            unreachable_error(args.agent.clone(), chain(status))
         }
         _ => Error::Failed { who: "agent", why },
     }
