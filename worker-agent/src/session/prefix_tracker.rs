@@ -5,6 +5,9 @@
 //! computes everything after such a text again in each turn, so the agent reports where the text
 //! stands.
 //!
+//! A session may also get asides: prompts of another conversation, such as a request for a title.
+//! The tracker tells them from the session's own conversation, and sees when that is replaced.
+//!
 //! The tracker compares each full history (a prompt with all earlier turns) with an earlier one,
 //! block by block. A block here is one content block of a message or of the system prompt, or the
 //! whole list `tools`. It has nothing to do with KV blocks. The tracker keeps hashes and places of
@@ -74,8 +77,9 @@ pub struct PromptStart {
 pub struct PrefixTracker {
     /// The blocks of the latest prompt of the session's conversation.
     conversation_blocks: Vec<Block>,
-    /// Whether a prompt of another conversation has come since `conversation_blocks` were stored.
-    other_conversation_has_come: bool,
+    /// The blocks of the longest prompt of another conversation that has come since the session's
+    /// own has grown. Empty if none has.
+    other_blocks: Vec<Block>,
     /// How the newest prompt relates to `conversation_blocks`.
     relation: Relation,
     streak: Option<Streak>,
@@ -94,6 +98,8 @@ enum Relation {
     Changed(Place),
     /// The prompt belongs to another conversation.
     OtherConversation,
+    /// The prompt continues another conversation, which is now the session's.
+    Moved,
 }
 
 /// Turns in a row whose prompts differed at one place.
@@ -164,6 +170,18 @@ fn hash_parts(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
 }
 
 impl PrefixTracker {
+    /// Whether a prompt that begins so belongs to another conversation than the session's own.
+    #[must_use]
+    pub fn is_aside(&self, start: &PromptStart) -> bool {
+        !start.blocks.is_empty() && self.relate(start) == Relation::OtherConversation
+    }
+
+    /// Whether the newest prompt has made another conversation the session's.
+    #[must_use]
+    pub fn has_moved(&self) -> bool {
+        self.relation == Relation::Moved
+    }
+
     /// Returns the session's volatile prefix, if one was found.
     #[must_use]
     pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
@@ -177,29 +195,45 @@ impl PrefixTracker {
             self.relation = Relation::NoBlocks;
             return None;
         }
-        self.relation = compare(&self.conversation_blocks, &start.blocks);
+        self.relation = self.relate(&start);
         let newly_found = match self.relation {
-            Relation::NoBlocks | Relation::Same => {
+            Relation::NoBlocks | Relation::Same | Relation::Moved => {
                 self.streak = None;
                 None
             }
             Relation::Changed(place) => self.extend_streak(Some(place), None),
             // The prompt may ask for a title, or belong to a subagent. The next turn may continue
-            // `conversation_blocks`, so these stay. If the next prompt also belongs to another
-            // conversation, its blocks replace `conversation_blocks`.
-            Relation::OtherConversation if !self.other_conversation_has_come => {
-                self.other_conversation_has_come = true;
+            // `conversation_blocks`, so these stay. So does a longer prompt of another
+            // conversation, which one that is no longer does not end.
+            Relation::OtherConversation => {
+                if start.blocks.len() > self.other_blocks.len() {
+                    self.other_blocks = start.blocks;
+                }
                 return None;
             }
-            Relation::OtherConversation => {
-                self.streak = None;
-                None
-            }
         };
-        self.other_conversation_has_come = false;
+        // A repeated request for a title, which doesn't grow, shows nothing about the others.
+        if self.relation == Relation::Moved || has_grown(&self.conversation_blocks, &start) {
+            self.other_blocks = vec![];
+        }
         self.conversation_blocks = start.blocks;
         self.debug_check();
         newly_found
+    }
+
+    /// Returns how a prompt with these blocks relates to the session's conversation. The client has
+    /// left that for another one if a prompt continues the other and is longer than before.
+    fn relate(&self, start: &PromptStart) -> Relation {
+        let relation = compare(&self.conversation_blocks, &start.blocks);
+        let continues_other = !self.other_blocks.is_empty()
+            && compare(&self.other_blocks, &start.blocks) != Relation::OtherConversation;
+        if relation == Relation::OtherConversation
+            && continues_other
+            && has_grown(&self.other_blocks, start)
+        {
+            return Relation::Moved;
+        }
+        relation
     }
 
     /// Records that the newest prompt shares only its first `shared_tokens` tokens with the
@@ -227,7 +261,9 @@ impl PrefixTracker {
                 }
                 None
             }
-            Relation::NoBlocks | Relation::Same | Relation::OtherConversation => None,
+            Relation::NoBlocks | Relation::Same | Relation::OtherConversation | Relation::Moved => {
+                None
+            }
         }
     }
 
@@ -279,10 +315,8 @@ impl PrefixTracker {
 
     fn debug_check(&self) {
         if cfg!(debug_assertions) {
-            assert!(
-                self.conversation_blocks.len() <= BLOCKS_MAX,
-                "more blocks are kept than the bound allows"
-            );
+            let blocks = self.conversation_blocks.len().max(self.other_blocks.len());
+            assert!(blocks <= BLOCKS_MAX, "more blocks are kept than the bound allows");
             let turns = self.volatile_prefix.map_or(STREAK_TURNS_MIN, |prefix| prefix.turns);
             assert!(turns >= STREAK_TURNS_MIN, "a place was reported too early");
         }
@@ -309,6 +343,12 @@ fn compare(old_blocks: &[Block], new_blocks: &[Block]) -> Relation {
     } else {
         Relation::OtherConversation
     }
+}
+
+/// Whether a conversation with these blocks has grown, now that its prompt begins so. A prompt whose
+/// further blocks aren't kept counts as grown.
+fn has_grown(old_blocks: &[Block], start: &PromptStart) -> bool {
+    start.is_full() || start.blocks.len() > old_blocks.len()
 }
 
 /// Returns the lower of two token indices, or the one that is known.

@@ -90,6 +90,9 @@ pub(super) struct TurnCounts {
     /// Whether the session was created by a turn, but no turn has reached the engine and no client
     /// has opened the session.
     pub(super) is_unused: bool,
+    /// Whether a turn ran beside the pinned session because another turn of its conversation was
+    /// inside.
+    pub(super) has_forked: bool,
 }
 
 /// The history of a session that the engine has committed: prompts and answers of finished turns.
@@ -188,6 +191,7 @@ impl TurnCounts {
             last_end: now,
             was_last_refused: false,
             is_unused: false,
+            has_forked: false,
         }
     }
 

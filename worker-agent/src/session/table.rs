@@ -49,6 +49,7 @@
 
 mod adapters;
 mod admission;
+mod asides;
 mod backlog;
 mod capacity;
 mod claims;
@@ -121,6 +122,8 @@ pub struct Table {
     /// Why the engine counts as silent; `None` while it speaks.
     silent_reason: Option<String>,
     weights: WeightsState,
+    /// When the first turn that waits for its session's history has waited long enough.
+    history_awaited_until: Option<Instant>,
 }
 
 /// What the owner task must do next, in order.
@@ -167,6 +170,7 @@ impl Table {
             effects: Effects::default(),
             silent_reason: None,
             weights: WeightsState::default(),
+            history_awaited_until: None,
         };
         table.add_ranks();
         table
@@ -236,6 +240,9 @@ impl Table {
         if self.sessions.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.run_session_deadlines(now);
         }
+        if self.history_awaited_until.is_some_and(|until| until <= now) {
+            self.process_queue(now);
+        }
         self.replace_unanswered_requests(now);
         self.closes.repeat_due(now, &mut self.effects);
         self.refuse_overdue(now);
@@ -270,6 +277,7 @@ impl Table {
             self.shim_requests.next_place(),
             queue_deadline,
             self.closes.next_repeat(),
+            self.history_awaited_until,
         ];
         deadlines.into_iter().flatten().min()
     }

@@ -16,6 +16,7 @@ use proto::{id::SessionKey, load::Retention};
 
 use super::{
     Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,
+    asides::HistoryUse,
     check_turn,
     reclaim::{Requester, Shortage},
     shares::{TURNS_AHEAD_MAX, TurnShare},
@@ -81,6 +82,7 @@ impl Table {
     /// with the fewest turns inside the engine comes first. Of one principal, the oldest ticket
     /// comes first.
     pub(super) fn process_queue(&mut self, now: Instant) {
+        self.history_awaited_until = None;
         if self.hold_reason().is_some() {
             return;
         }
@@ -130,12 +132,23 @@ impl Table {
         if claimed.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
+        if self.is_aside(session, ticket) {
+            return Ok(self.decide_plain(now, plain));
+        }
         let may_be_early = session.turns.waiting > 1 && session.is_exclusive();
         if may_be_early && self.tickets.has_earlier_claim(claimed) {
             return Ok(Verdict::Wait);
         }
-        if self.must_run_beside(&key) {
-            return Ok(self.decide_plain(now, plain));
+        match self.history_use(now, &key, ticket) {
+            HistoryUse::Free => {}
+            HistoryUse::AwaitedUntil(until) => {
+                self.note_wait_for_history(until);
+                return Ok(Verdict::Wait);
+            }
+            HistoryUse::Taken => {
+                self.sessions.update(&key, |session| session.turns.has_forked = true);
+                return Ok(self.decide_plain(now, plain));
+            }
         }
         let is_delta = ticket.is_delta();
         if !is_delta && session.turns.running == 0 && self.prepare_for_full_history(now, &key, need)
@@ -182,15 +195,6 @@ impl Table {
             State::Closing(_) | State::Gone { .. } => Err(Error::UnknownSession),
             State::Open(_) | State::Demoted | State::InTree(_) => Ok(Verdict::ReportOpen),
         }
-    }
-
-    /// Whether a turn must run on the radix tree, beside its session. This is so if the agent
-    /// pinned the session on its own, and another turn is inside or left the history uncertain.
-    fn must_run_beside(&self, key: &SessionKey) -> bool {
-        let session = &self.sessions[key];
-        let is_history_in_use =
-            session.turns.running > 0 || matches!(session.state, State::Suspect { .. });
-        session.is_pinned_by_agent() && !session.is_exclusive() && is_history_in_use
     }
 
     /// Prepares a session without running turns for a full history (a turn with the whole
@@ -438,13 +442,12 @@ impl Table {
         let ticket = &self.tickets[rid];
         let (is_delta, closes_session) = (ticket.is_delta(), ticket.closes_session());
         let free_rows = self.free_rows(ticket.dp_rank);
-        let is_plain = matches!(run, Run::Plain { .. });
         self.weights.record_turn();
-        let start = self.tickets.enter_engine(now, rid, &turn, run, free_rows);
+        let session = turn.session.as_ref().map(|session| &self.sessions[&session.key]);
+        let is_aside = session.is_some_and(|session| self.is_aside(session, ticket));
+        let start = self.tickets.enter_engine(now, rid, &turn, (run, is_aside), free_rows);
         if let Some(TurnSession { key, .. }) = &turn.session {
-            // A turn beside its pinned session usually belongs to another conversation.
-            let runs_beside = is_plain && self.sessions[key].is_pinned();
-            if !is_delta && !runs_beside {
+            if !is_delta {
                 self.compare_prompt_start(key, start);
             }
             self.change_session(key, |session| {

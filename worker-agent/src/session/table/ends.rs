@@ -86,12 +86,12 @@ impl Table {
             return;
         }
         // The turn did not run in a pinned session. If its session is pinned, it ran beside it.
-        let ran_beside = is_session_pinned;
+        let ran_beside = is_session_pinned || inside.is_aside;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
                 session.turns.finished += 1;
                 // A turn that ran beside a pinned session doesn't change the session's history.
-                session.client.may_be_ahead |= ran_beside;
+                session.client.may_be_ahead |= ran_beside && !inside.is_aside;
                 if let Some(usage) = usage.filter(|_| !ran_beside) {
                     session.record_usage(usage);
                 }

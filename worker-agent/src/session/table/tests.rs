@@ -4,6 +4,7 @@
 //! misbehaves.
 
 mod aborted;
+mod asides;
 mod auto_pin;
 mod demotion;
 mod engine;

@@ -66,6 +66,9 @@ pub(super) struct Inside {
     /// Whether the engine has asked its model again for the same request, outside the session, as
     /// it does after it has called a tool of its own.
     pub(super) asks_again: bool,
+    /// Whether the turn belongs to another conversation than its session's, so that it changes
+    /// nothing that is known of the session's history.
+    pub(super) is_aside: bool,
     pub(super) run: Run,
 }
 

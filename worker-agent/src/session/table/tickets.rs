@@ -144,14 +144,14 @@ impl Tickets {
         });
     }
 
-    /// Moves a queued turn into the engine, where `free_rows` are free. Returns the beginning of
-    /// the turn's prompt.
+    /// Moves a queued turn into the engine, where `free_rows` are free. `is_aside`: it belongs to
+    /// another conversation than its session's. Returns the beginning of the turn's prompt.
     pub(super) fn enter_engine(
         &mut self,
         now: Instant,
         rid: &str,
         turn: &Turn,
-        run: Run,
+        (run, is_aside): (Run, bool),
         free_rows: u64,
     ) -> PromptStart {
         let incarnation = turn.session.as_ref().map(|session| session.incarnation.clone());
@@ -175,6 +175,7 @@ impl Tickets {
                 abandoned_since: None,
                 was_aborted: false,
                 asks_again: false,
+                is_aside,
                 run,
             });
             Some((ticket.dp_rank, prompt_start))

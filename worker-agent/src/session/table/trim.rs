@@ -100,6 +100,7 @@ impl Table {
         let is_tagged = self.unpinned_retention(&self.sessions[key]) == Retention::Tagged;
         let no_pin_before = Some(now + PIN_PAUSE);
         self.change_session(key, |session| {
+            session.turns.has_forked = false;
             let tree = Tree { is_tagged, no_pin_before, ..Tree::default() };
             session.begin_anew(State::InTree(tree));
         });
@@ -129,9 +130,13 @@ impl Table {
         });
     }
 
-    /// Whether a pin is useless: the shim doesn't trim, or the divergence streak is too long.
+    /// Whether a pin is useless: the shim doesn't trim, the divergence streak is too long, or turns
+    /// of the conversation run at the same time. These find KV only in the radix tree.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
-        !self.shims.trims() || self.sessions[key].client.divergence_streak > DIVERGENCE_STREAK_MAX
+        let session = &self.sessions[key];
+        !self.shims.trims()
+            || session.client.divergence_streak > DIVERGENCE_STREAK_MAX
+            || session.turns.has_forked
     }
 
     /// Prepares a session, of which the engine holds nothing any more, for a full history.
@@ -411,7 +416,8 @@ impl Table {
             outcome => outcome,
         };
         // The prompt of a turn beside a pinned session says little about the session's next prompt.
-        let ran_beside = self.sessions[key].is_pinned() && !inside.runs_pinned();
+        let ran_beside =
+            inside.is_aside || (self.sessions[key].is_pinned() && !inside.runs_pinned());
         let is_full_history = !ticket.is_delta() && !ran_beside;
         if let (true, Outcome::Finished(Some(usage)) | Outcome::Unheard(Some(usage))) =
             (is_full_history, outcome)

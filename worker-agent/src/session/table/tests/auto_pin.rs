@@ -75,15 +75,9 @@ fn an_answer_that_its_client_did_not_receive_costs_its_session_nothing() {
     let turn = full_history(&mut rig, &auto("s"), 460).inside();
     rig.plan(&turn, Plan::Trimmed, 148, 12);
     rig.end(&turn, Outcome::Unheard(Some(usage(160, 8))));
-    let meanwhile = full_history(&mut rig, &auto("s"), 480).inside();
-    assert_eq!(
-        meanwhile.turn.run_mode,
-        Some(RunMode::Tagged),
-        "it doesn't wait for the doubt's end"
-    );
-    rig.end(&meanwhile, finished(165, 8));
+    let next = full_history(&mut rig, &auto("s"), 480).waits();
     seen(&mut rig, &incarnation, 168);
-    let next = full_history(&mut rig, &auto("s"), 480).inside();
+    let next = rig.answer(next).inside();
     assert_eq!((next.incarnation(), tokens_max(&next).is_some()), (&*incarnation, true));
 }
 
@@ -115,7 +109,7 @@ fn a_small_request_beside_does_not_cost_the_session_its_pin() {
     rig.runs(&next, 644, 660);
     // An aside may also run between two turns: a request for a title, then the conversation
     // continues.
-    let title = full_history(&mut rig, &auto("s"), 60).inside();
+    let title = full_history(&mut rig, &auto("s"), 700).inside();
     let (rid, incarnation) = (title.rid.clone(), title.incarnation().to_owned());
     let diverged = Plan::Diverged;
     let reported = trim_plan(rid, incarnation, diverged, [5, 668, 0, 20]);

@@ -186,7 +186,9 @@ fn a_tag_that_a_running_turn_may_bring_back_is_closed_again() {
     let old = rig.pinned_by_itself("s");
     rig.closes.clear();
     let inside = full_history(&mut rig, &auto("s"), 460).inside();
-    let beside = full_history(&mut rig, &auto("s"), 470).inside();
+    let beside = full_history(&mut rig, &auto("s"), 470).waits();
+    rig.wait(Duration::from_millis(2_500));
+    let beside = rig.answer(beside).inside();
     assert_eq!(beside.turn.tag(), Some(&*old));
     rig.end(&inside, Outcome::Lost);
     rig.wait(Duration::from_secs(6));

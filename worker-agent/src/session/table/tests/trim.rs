@@ -168,9 +168,11 @@ fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
     let mut rig = trimming();
     rig.pinned_by_itself("s");
     let inside = full_history(&mut rig, &auto("s"), 460).inside();
-    let beside = full_history(&mut rig, &auto("s"), 470).inside();
-    assert_eq!((beside.turn.run_mode, tokens_max(&beside)), (Some(RunMode::Tagged), None));
     rig.plan(&inside, Plan::Trimmed, 148, 10);
+    let beside = full_history(&mut rig, &auto("s"), 470).waits();
+    rig.wait(Duration::from_millis(15));
+    let beside = rig.answer(beside).inside();
+    assert_eq!((beside.turn.run_mode, tokens_max(&beside)), (Some(RunMode::Tagged), None));
     rig.end(&beside, finished(170, 8));
     rig.end(&inside, finished(158, 8));
     assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 166);

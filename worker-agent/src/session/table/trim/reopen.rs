@@ -23,6 +23,7 @@ use crate::session::table::{
 /// say) if it shares less than the history's tokens divided by this number with the history. An
 /// aside runs beside its session, which keeps its history. Only the first of several diverging
 /// turns counts as an aside. If the next turn diverges too, the client has shortened its history.
+/// Where the beginnings of prompts tell the two apart, the module `asides` has decided before.
 const ASIDE_DIVISOR: u64 = 4;
 
 impl TrimPlan {
@@ -68,7 +69,8 @@ impl Table {
         let session = &self.sessions[&key];
         let has_auto_retention = session.has_auto_retention();
         let streak = session.client.divergence_streak;
-        let is_aside = has_auto_retention && plan.shares_little() && streak == 1;
+        let has_moved = session.prefix_tracker.has_moved();
+        let is_aside = has_auto_retention && plan.shares_little() && streak == 1 && !has_moved;
         let is_streak_too_long = has_auto_retention && streak > DIVERGENCE_STREAK_MAX;
         let must_keep_history = must_continue && !exceeds_reserved;
         let may_reopen = can_fit && !is_streak_too_long;
