@@ -1,9 +1,9 @@
-"""A coding agent asks for titles in the session of its main conversation.
+"""A coding agent asks for titles in the session of its main conversation, and users press Esc.
 
 The terminal programs of coding agents send a small request under the same session id just before,
-during and after the turns of a conversation. They may not make Berth compute more than
-the engine computes by itself: the conversation here is held a second time without Berth, and of no
-turn may fewer tokens be cached.
+during and after the turns of a conversation. Neither these nor a turn that its user stopped may
+make Berth compute more than the engine computes by itself: each conversation here is held a second
+time without Berth, and of no turn may fewer tokens be cached.
 """
 
 import threading
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from integration import wire
 from integration.fleet import Fleet
-from integration.turns import chat_body, new_id
+from integration.turns import REPORTED_SECONDS_MAX, chat_body, chat_tokens, new_id, slow_engine
 from integration.with_shim import with_shim
 
 MESSAGES = 10
@@ -111,3 +111,34 @@ def test_titles_cost_a_conversation_nothing(fleet: Fleet) -> None:
     # Titles keep a session from its pin only while they run.
     assert served.kinds[4:] == ["pinned"] * (2 * MESSAGES - 4), served.kinds
     assert sum(served.cached) > sum(alone.cached), "a pinned turn computes no part of a page again"
+
+
+def test_a_message_after_esc_finds_its_history(fleet: Fleet) -> None:
+    with with_shim(fleet):
+        fleet.wait_trimming()
+        coder = Coder(fleet.router_url, {"x-session-id": new_id("esc")})
+        for number in range(4):
+            coder.says(f"Mend {number}, please.")
+            coder.turn()
+        assert coder.kinds[-1] == "pinned", coder.kinds
+        history = chat_tokens(coder.messages) - len("assistant\n")
+        stopped = "A long story, please."
+        body = {"model": "tiny", "max_tokens": 400, "stream": True, "temperature": 0}
+        body |= {"system": coder.messages[0]["content"]}
+        body |= {"messages": [*coder.messages[1:], {"role": "user", "content": stopped}]}
+        with slow_engine(fleet, 0.02):
+            stream = wire.stream(f"{fleet.router_url}/v1/messages", body, coder.headers)
+            assert stream.status == 200, stream.rest()
+            events = stream.events()
+            for _ in range(4):
+                next(events)
+            stream.close()
+            begun = time.monotonic()
+            # The engine aborts the turn with its next token.
+            coder.says("Rather a short one.")
+            coder.turn()
+            waited = time.monotonic() - begun
+        fleet.pool_at_rest()
+    pages = (history - 1) // fleet.page_size * fleet.page_size
+    assert coder.cached[-1] >= pages - fleet.page_size, f"{coder.cached[-1]} of {history} cached"
+    assert waited < REPORTED_SECONDS_MAX / 10, f"the message took {waited:.1f} s"

@@ -79,8 +79,15 @@ impl Table {
             claim: claim.clone(),
             route_turns,
             order: self.tickets.next_order(),
+            is_after_abandoned: self.abandoned_turns(&self.sessions[key]) > 0,
             is_orphaned: false,
         }
+    }
+
+    /// Returns how many of a session's running turns were given up by their clients.
+    fn abandoned_turns(&self, session: &Session) -> u32 {
+        let runs_any = session.turns.running > 0;
+        if runs_any { self.tickets.abandoned_of(session.generation) } else { 0 }
     }
 
     /// Finds or creates the session of a turn, and checks whether it takes the turn.
@@ -120,8 +127,10 @@ impl Table {
         let session = &self.sessions[key];
         check_turn(session, claim, route_turns, shim_trims, guards)?;
         let turns_before = session.turns.in_progress();
-        // One turn of a sequential session runs, and this many turns may wait behind it.
-        let is_full = turns_before > self.settings.turns_queued_per_session_max;
+        // One turn of a sequential session runs, and this many turns may wait behind it. A turn
+        // that its client has given up ends soon, so the client's next one waits for that.
+        let turns_ahead = turns_before - self.abandoned_turns(session);
+        let is_full = turns_ahead > self.settings.turns_queued_per_session_max;
         if session.sharing != Sharing::Shared && is_full && guards.is_on(Guard::OneTurn) {
             return Err(Error::Busy);
         }

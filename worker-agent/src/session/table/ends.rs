@@ -174,16 +174,26 @@ impl Table {
     /// Handles the shim's report that the engine aborted a turn of `incarnation` while it ran. The
     /// row and the KV of the session are free then. The answer of the turn may look like a refusal.
     ///
+    /// A turn whose client has disconnected ends with the report.
+    ///
     /// The report names no turn. If it is late and concerns an earlier turn, it is still true of a
-    /// turn that ends as refused, because such a turn takes no row.
+    /// turn that ends as refused, because such a turn takes no row. An abandoned turn that ends too
+    /// early leaves its session in doubt, and the shim reports the history after the turn's end.
     pub fn handle_abort(&mut self, now: Instant, incarnation: &str) {
         let is_running = |inside: &Inside| {
             inside.runs_pinned() && inside.incarnation.as_deref() == Some(incarnation)
         };
         let running = self.tickets.inside().find(|(_, _, inside)| is_running(inside));
         let running = running.map(|(rid, ..)| rid.to_owned());
-        if let Some(inside) = running.and_then(|rid| self.tickets.inside_mut(&rid)) {
+        if let Some(rid) = running
+            && let Some(inside) = self.tickets.inside_mut(&rid)
+        {
             inside.was_aborted = true;
+            if inside.abandoned_since.is_some() {
+                // The engine need not say it too. On some routes its answer never does, because
+                // only closing the connection aborts the turn.
+                self.end_turn(now, &rid, Outcome::Aborted);
+            }
             return;
         }
         let Some(key) = self.sessions.key_of(incarnation).cloned() else { return };

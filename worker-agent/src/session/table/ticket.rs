@@ -34,6 +34,9 @@ pub(super) struct ClaimedSession {
     /// The position among all claims. The turns of a session are admitted in this order, no matter
     /// how long their bodies take to arrive.
     pub(super) order: u64,
+    /// Whether the client had given up the session's running turn before it sent this one, so that
+    /// it doesn't count on that turn.
+    pub(super) is_after_abandoned: bool,
     /// Whether this is a delta that was to follow an earlier turn, and that turn did not become
     /// history.
     pub(super) is_orphaned: bool,

@@ -48,3 +48,19 @@ fn a_turn_that_never_ran_keeps_what_its_session_holds() {
     rig.table.handle_abort(rig.now, &incarnation);
     assert_eq!(held(&rig), (1, 48));
 }
+
+#[test]
+fn a_turn_whose_client_has_left_ends_when_the_shim_says_so() {
+    let (mut rig, incarnation) = rig();
+    let turn = rig.turn(&delta("s")).inside();
+    rig.table.abandon_turn(rig.now, &turn.rid);
+    let next = rig.turn(&delta("s")).waits();
+    assert_eq!(rig.turn(&delta("s")).error(), Error::Busy, "one may wait for that end");
+    rig.table.handle_abort(rig.now, &incarnation);
+    rig.carry_out();
+    let next = rig.answer(next).inside();
+    // The agent may wait longer for the engine's answer. Its end changes nothing then.
+    rig.end(&turn, Outcome::Lost);
+    rig.end(&next, finished(33, 5));
+    assert_eq!(held(&rig), (1, 48));
+}
