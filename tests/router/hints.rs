@@ -105,6 +105,34 @@ async fn a_name_that_may_be_the_request_s_begins_a_session_when_it_comes_again()
 }
 
 #[tokio::test]
+async fn a_constant_name_keeps_no_crowd_of_turns_on_one_worker() {
+    let agents = [Agent::start("a"), Agent::start("b"), Agent::start("c"), Agent::start("d")];
+    let router = Router::start(&agents.each_ref()).await;
+    let waiting: Headers<'_> = &[("x-session-id", "constant"), ("x-test-wait", "tail")];
+    let mut answers = vec![];
+    for turn in 0..16 {
+        let body = format!("{{\"a\":{turn}}}");
+        answers.push(router.begin(Method::POST, "/v1/completions", waiting, &body).await);
+    }
+    let turns = agents.each_ref().map(|agent| agent.turns().len());
+    assert_eq!(turns.iter().sum::<usize>(), 16);
+    assert!(turns.iter().all(|count| (3..=5).contains(count)), "{turns:?}");
+    let in_session = |agent: &Agent| {
+        agent.turns().iter().filter(|turn| session_of(turn) == Some("constant")).count()
+    };
+    let in_session = agents.each_ref().map(in_session);
+    assert_eq!(in_session.iter().max(), Some(&4), "as many as a conversation has: {in_session:?}");
+    assert_eq!(in_session.iter().sum::<usize>(), 4);
+    assert!(router.metrics().await.contains(&left_out("crowded", 12)));
+    agents.iter().for_each(|agent| agent.inner.release.add_permits(16));
+    for answer in answers {
+        collect(answer).await;
+    }
+    let next = router.chat(&[("x-session-id", "constant")], "{}").await;
+    assert_eq!(next.header("x-berth-placement"), "sticky", "one after the other, it is a session");
+}
+
+#[tokio::test]
 async fn a_full_table_of_sessions_refuses_no_hinted_turn() {
     let a = Agent::start("a");
     let mut settings = config(&[&a]);

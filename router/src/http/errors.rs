@@ -108,7 +108,7 @@ impl From<decide::Error> for Refusal {
             Error::SessionsFull(TableFull::All) => Code::SessionsFull,
             Error::SessionsFull(TableFull::Share) => Code::SessionsShare,
             Error::DeltaWithoutHistory => Code::SessionUnknown,
-            Error::SessionBusy => Code::SessionBusy,
+            Error::SessionBusy | Error::Crowded => Code::SessionBusy,
             Error::Closing => Code::SessionClosing,
             Error::SessionLost { .. } => Code::SessionLost,
             Error::AgentRestarts { .. } => Code::WorkerUnreachable,

@@ -48,6 +48,13 @@ pub(crate) enum Error {
          has ended"
     )]
     SessionBusy,
+    /// So many turns of a session that its client only hinted at run at once that the name isn't
+    /// that of one conversation.
+    #[error(
+        "{TURNS_AT_ONCE_MAX} turns of this session run at once; open the session if it is one \
+         conversation, or leave its name out"
+    )]
+    Crowded,
     /// The session of the turn, or the session to open, is closing.
     #[error("this session is closing; wait until its last turn has ended, then open it again")]
     Closing,
@@ -81,6 +88,11 @@ pub(crate) enum Error {
         agent_up: bool,
     },
 }
+
+/// The most turns at once of a session that its client only hinted at. A coding agent asks for a
+/// title and suggests a next message beside its main turn. Some clients send one constant name with
+/// all they do, and their turns have nothing in common that would keep them on one worker.
+const TURNS_AT_ONCE_MAX: u32 = 4;
 
 /// Rough number of bytes per token in a request body, which is JSON with prose and code.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -186,6 +198,11 @@ pub(super) fn decide_session<E: From<Error>>(
     let binding = affinity.get(&intent.key, now);
     let status = session_status::determine_status(&intent.key, view, binding, now);
     let (mut sticky, reopen_as) = check_session(intent, &status, view, now)?;
+    let is_open = matches!(&status, SessionStatus::Open { session, .. } if session.exclusive);
+    let turns = binding.map_or(0, |binding| if binding.exclusive { 0 } else { binding.turns });
+    if intent.hint.is_some() && !is_open && turns >= TURNS_AT_ONCE_MAX {
+        return Err(Error::Crowded.into());
+    }
     if matches!(status, SessionStatus::Unknown) {
         // The session's prefix is where its first turn ran, although no agent knows the session.
         sticky = facts.seen_on.map(Sticky::new);

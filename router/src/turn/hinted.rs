@@ -41,6 +41,8 @@ enum LeftOut {
     Closing,
     /// The router's table of sessions has no place for this one.
     TableFull,
+    /// As many turns of the session run as a conversation has at once.
+    Crowded,
 }
 
 impl LeftOut {
@@ -54,6 +56,7 @@ impl LeftOut {
             Self::KeySessions => "key_sessions",
             Self::Closing => "closing",
             Self::TableFull => "table_full",
+            Self::Crowded => "crowded",
         }
     }
 }
@@ -138,6 +141,7 @@ pub(super) async fn place(
         Ok(placed) => return Ok(placed),
         Err(decide::Error::SessionsFull(_)) if turn.hints.session => LeftOut::TableFull,
         Err(decide::Error::Closing) if turn.hints.session => LeftOut::Closing,
+        Err(decide::Error::Crowded) if turn.hints.session => LeftOut::Crowded,
         Err(error) => return Err(error.into()),
     };
     leave_out(shared, turn, why);
