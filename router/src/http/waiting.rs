@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
         let mut body = response.into_body();
         for comments in 0..3 {
-            assert_eq!(next_data(&mut body).await.unwrap(), ": waiting\n\n");
+            assert_eq!(next_data(&mut body).await.unwrap(), ": waiting\n");
             assert_eq!(started.elapsed(), INTERVAL * (comments + 1), "the first comes at once");
         }
         let events = Response::builder().header("content-type", "text/event-stream; charset=utf-8");

@@ -68,8 +68,9 @@ pub(crate) const PREFILL_WORKER_HEADER: HeaderName =
 pub(crate) const PLACEMENT_HEADER: HeaderName = HeaderName::from_static("x-berth-placement");
 
 /// The comment for a stream that waits for its first event. The format of server-sent events lets
-/// clients skip such lines.
-pub(crate) const WAITING_COMMENT: Bytes = Bytes::from_static(b": waiting\n\n");
+/// clients skip such lines. No empty line follows: some decoders take it for the end of an event
+/// without data (openai-go before 3.43, fetch-event-source, sseclient), and their users parse that.
+pub(crate) const WAITING_COMMENT: Bytes = Bytes::from_static(b": waiting\n");
 
 /// A client's request as it is sent to agents. It can be sent more than once.
 #[derive(Debug)]
