@@ -461,3 +461,32 @@ async fn a_refusal_after_comments_is_an_error_event_of_the_clients_api() {
         assert!(last.contains("rate_limit_error"), "{path}: {last}");
     }
 }
+
+/// What counts the ends of turns must not depend on who closes the connection first.
+#[tokio::test]
+async fn clients_that_leave_at_the_closing_event_have_had_whole_turns_at_router_and_agent() {
+    let keys = keys();
+    let cluster = start(1, &keys, |_| {}).await;
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let chat = json!({"model": "tiny", "messages": messages, "max_tokens": 2});
+    let response = json!({"model": "tiny", "input": "a", "max_output_tokens": 16});
+    let cases = [
+        ("/generate", text_turn("hello", 3), "data: [DONE]\n\n"),
+        ("/v1/chat/completions", chat.clone(), "data: [DONE]\n\n"),
+        ("/v1/messages", chat, "event: message_stop\n"),
+        ("/v1/responses", response, "event: response.completed\n"),
+    ];
+    let turns = cases.len() * 5;
+    for (path, body, closing) in cases.iter().cycle().take(turns) {
+        let mut answer = send_stream(&cluster, path, &[ALICE], body.clone()).await;
+        let mut stream = String::new();
+        while !(stream.contains(closing) && stream.ends_with("\n\n")) {
+            stream.push_str(&next_data(&mut answer).await.unwrap());
+        }
+    }
+    let url = cluster.routers[0].admin_url("/metrics");
+    let answer = cluster.web.request(Method::GET, &url, &[OPS], Body::empty()).await.unwrap();
+    let (router, agent) = (answer.text(), cluster.agent_metrics().await);
+    assert!(router.contains(&format!("turns_total{{outcome=\"ok\"}} {turns}\n")), "{router}");
+    assert!(agent.contains(&format!("turns_total{{outcome=\"finished\"}} {turns}\n")), "{agent}");
+}

@@ -53,6 +53,7 @@ pub(crate) mod directory;
 pub(crate) mod ended;
 pub(crate) mod engine_info;
 pub(crate) mod error;
+mod events;
 mod form;
 mod hinted;
 mod hints;

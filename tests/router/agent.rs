@@ -420,7 +420,8 @@ impl Drop for Gate {
 }
 
 /// Answers with the request's own body, in two parts. `x-test-wait` holds back the second part, or
-/// with the value `head` the whole answer, until the test releases it.
+/// with the value `head` the whole answer, until the test releases it. With the value `end`, the
+/// closing event of a stream follows, and only the end of the body is held back.
 async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let claimed = Claim::from_headers(&parts.headers).unwrap();
@@ -462,6 +463,13 @@ async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Respons
         gate.is_complete = true;
         drop(gate);
         drop(send.send(Ok(second)).await);
+        if wait.as_deref() == Some(b"end") {
+            drop(send.send(Ok(Bytes::from_static(b"\n\ndata: [DONE]\n\n"))).await);
+            tokio::select! {
+                () = send.closed() => {}
+                permit = inner.release.acquire() => permit.unwrap().forget(),
+            }
+        }
     });
     Response::builder()
         .status(if parts.uri.path() == "/generate" { 418 } else { 200 })

@@ -1,6 +1,7 @@
 //! Tests of the lists of recent turns and placements: what an operator sees of turns that are over.
 
 use http::{Method, StatusCode};
+use http_body_util::BodyExt as _;
 use serde_json::Value;
 use tests::web::Headers;
 
@@ -103,4 +104,27 @@ async fn turns_that_failed_or_were_left_are_listed_too_and_each_only_once() {
     assert_eq!(of_session["turns"].as_array().unwrap().len(), 1, "{of_session}");
     let first = router.call(Method::GET, "/v1/placements?limit=1&after=00000000.0", &[], "").await;
     assert_eq!(first.json()["placements"][0]["turn"], turns["turns"][0]["turn"]);
+}
+
+/// The official libraries close the connection when they have read the closing event.
+#[tokio::test]
+async fn a_turn_is_whole_when_its_client_has_the_closing_event_and_not_when_the_body_ends() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let headers: Headers<'_> = &[("x-berth-session-id", "s"), ("x-test-wait", "end")];
+    let mut answer = router.begin(Method::POST, "/v1/completions", headers, "{\"a\":1}").await;
+    let mut text = vec![];
+    while !text.ends_with(b"data: [DONE]\n\n") {
+        let frame = answer.body_mut().frame().await.unwrap().unwrap();
+        text.extend_from_slice(frame.data_ref().unwrap());
+    }
+    let metrics = router.metrics().await;
+    assert!(metrics.contains("berth_router_streams_in_flight 0\n"), "{metrics}");
+    assert!(metrics.contains("berth_router_turn_seconds_count 1\n"), "{metrics}");
+    drop(answer);
+    let next = router.chat(&[("x-berth-session-id", "s")], "{}").await;
+    assert_eq!(next.status, StatusCode::OK);
+    let metrics = router.metrics().await;
+    assert!(metrics.contains("berth_router_turns_total{outcome=\"ok\"} 2\n"), "{metrics}");
+    assert!(!metrics.contains("client_gone\"} 1"), "{metrics}");
 }

@@ -379,8 +379,8 @@ struct AnswerBody {
     /// The body from the agent.
     agent_body: AgentBody,
     timer: AnswerTimer,
-    /// What the turn holds; `None` after the last frame. The client may then send the session's
-    /// next turn at once, and the session must not seem busy.
+    /// What the turn holds; `None` after the last frame, or that of the closing event. The client
+    /// may then leave, or send the session's next turn at once, and the session must not seem busy.
     in_flight: Option<InFlightTurn>,
     /// Whether the answer's status is 2xx.
     is_success: bool,
@@ -441,13 +441,15 @@ impl Body for AnswerBody {
                 Poll::Ready(Some(Err(StreamError::BrokenOff(error).into())))
             }
             Some(Ok(frame)) => {
+                let mut is_whole = self.agent_body.is_end_stream();
                 if let (Some(in_flight), Some(data)) = (&mut self.in_flight, frame.data_ref()) {
                     if in_flight.recorder.record_data(data) {
                         in_flight.lease.record_answer();
                     }
+                    is_whole |= in_flight.recorder.is_closed();
                     self.timer.comments = None;
                 }
-                if self.agent_body.is_end_stream() {
+                if is_whole {
                     self.end_turn(complete_outcome);
                 }
                 Poll::Ready(Some(Ok(frame)))

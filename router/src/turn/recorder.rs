@@ -170,6 +170,11 @@ impl TurnRecorder {
         true
     }
 
+    /// Whether the client has the answer's closing event. It may leave then, before the body ends.
+    pub(super) fn is_closed(&self) -> bool {
+        self.meter.as_ref().is_some_and(UsageMeter::is_closed)
+    }
+
     /// Records when the first part of the answer's body came.
     fn record_first_part(&mut self, came_at: Instant) {
         let is_success = self.meter.is_some();

@@ -5,15 +5,20 @@
 //! prompt is estimated when the turn begins, and without a report each event of a stream counts as
 //! one token, and four bytes of another answer do.
 
-use memchr::memmem;
+use std::sync::LazyLock;
+
+use memchr::memmem::Finder;
 use proto::count::COUNT_MAX;
 
+use super::events::EventReader;
 use crate::shares::TokenShare;
 
 /// Estimated bytes per token of text.
 const BYTES_PER_TOKEN: u64 = 4;
 /// The end of each key of the usage report. One search finds them all.
 const KEY_END: &[u8] = b"_tokens\":";
+/// Finds [`KEY_END`]. To make a finder for each part takes as long as to search a short one.
+static KEY_ENDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(KEY_END));
 /// Number of bytes carried over from one frame to the next, so that a number that is cut by the
 /// frames' border is found. A key with its number has at most 46.
 const CARRY_BYTES: usize = 64;
@@ -72,7 +77,7 @@ pub(super) struct UsageMeter {
     cached_tokens: Option<u64>,
     cached_tokens_beside_prompt: Option<u64>,
     answer_tokens: Option<u64>,
-    events: u64,
+    events: EventReader,
     bytes: u64,
 }
 
@@ -88,8 +93,7 @@ impl UsageMeter {
         let mut text = std::mem::take(&mut self.carry);
         text.extend_from_slice(data);
         if self.is_stream {
-            let (from, border) = (carried_bytes.saturating_sub(1), b"\n\n");
-            self.events += memmem::find_iter(&text[from..], border).count() as u64;
+            self.events.feed(data);
         }
         for (count, number) in scan(&text, carried_bytes) {
             let known = match count {
@@ -112,12 +116,18 @@ impl UsageMeter {
 
     /// Returns the tokens of the prompt and the answer.
     pub(super) fn used_tokens(&self, prompt_estimate: u64) -> u64 {
-        let guess = if self.is_stream { self.events } else { self.bytes / BYTES_PER_TOKEN };
+        let events = self.events.count();
+        let guess = if self.is_stream { events } else { self.bytes / BYTES_PER_TOKEN };
         // With several answers in one stream, each reports only its own tokens.
-        let floor = if self.is_stream { self.events.saturating_sub(2) } else { 0 };
+        let floor = if self.is_stream { events.saturating_sub(2) } else { 0 };
         let answer = self.answer_tokens.map_or(guess, |tokens| tokens.max(floor));
         let prompt = self.prompt_tokens.filter(|tokens| *tokens > 0).unwrap_or(prompt_estimate);
         prompt.saturating_add(answer)
+    }
+
+    /// Whether the answer is a stream whose closing event has come.
+    pub(super) fn is_closed(&self) -> bool {
+        self.events.is_closed()
     }
 
     /// Returns what the engine has reported.
@@ -135,7 +145,7 @@ impl UsageMeter {
 /// Returns the numbers of the usage report whose end is after the first `carried_bytes`: the others
 /// were found in the part before.
 fn scan(text: &[u8], carried_bytes: usize) -> impl Iterator<Item = (Count, u64)> {
-    memmem::find_iter(text, KEY_END).filter_map(move |key_end| {
+    KEY_ENDS.find_iter(text).filter_map(move |key_end| {
         let count = Count::of_key(&text[..key_end])?;
         let rest = &text[key_end + KEY_END.len()..];
         let spaces = rest.iter().take_while(|byte| **byte == b' ').count();
