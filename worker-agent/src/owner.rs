@@ -65,7 +65,7 @@ pub use self::{
     drain::{DrainState, Ending},
     handle::{
         AdmittedTurn, AgentHandle, EngineNews, Error, Lease, OpenedSession, RankPageAudit,
-        RunModeResult, SessionChange, SessionWatch,
+        RunModeResult, SessionChange, SessionWatch, TurnRun,
     },
     published::{PageEnd, PublishedSession, SessionSnapshot},
     reporter::ReporterSetup,
@@ -472,9 +472,9 @@ impl Owner {
                 Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                     self.trimmer.answer_question(question, incarnation.as_deref(), tokens_max);
                 }
-                Effect::RunModeKnown { rid, run_mode } => {
+                Effect::RunModeKnown { rid, run_mode, growth_tokens_max } => {
                     self.metrics.count_run_mode(run_mode.as_str());
-                    self.waiters.tell_run_mode(&rid, Ok(run_mode));
+                    self.waiters.tell_run_mode(&rid, Ok(TurnRun { run_mode, growth_tokens_max }));
                 }
                 Effect::RefusedByShim { rid, error } => {
                     self.waiters.tell_run_mode(&rid, Err(error));

@@ -216,6 +216,9 @@ pub enum Effect {
         rid: String,
         /// How the turn runs.
         run_mode: RunMode,
+        /// KV tokens reserved for the turn beyond its session's history. `None` if it doesn't run
+        /// in a pinned session.
+        growth_tokens_max: Option<u64>,
     },
     /// Reports that the shim refuses an admitted turn, because its full history doesn't continue
     /// its session. The turn's client gets the error; [`Table::end_turn`] follows.

@@ -11,6 +11,8 @@
 //! is refused. It refuses a turn that must continue its session's history and doesn't. The exchange
 //! waits for the plan, and decides nothing about sessions.
 
+mod plan;
+
 use std::{
     collections::VecDeque,
     future::Future as _,
@@ -53,22 +55,8 @@ use crate::{
 /// The longest time the engine takes to notice a closed connection. While it makes an answer that
 /// isn't streamed, it checks the connection every 4 s.
 const DISCONNECT_NOTICE_TIME_MAX: Duration = Duration::from_secs(5);
-/// The time limit for the shim's plan once the answer has begun. Some routes send their first event
-/// before they tokenize the prompt, but the shim reports its plan after that. If the shim first
-/// asks the agent where the turn may run, the plan comes up to two seconds later.
-const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
-/// The time limit for the shim's plan of a turn that must continue its session. The shim may need
-/// to tokenize a long prompt and then wait two seconds for the agent's answer.
-const MUST_CONTINUE_PLAN_WAIT_MAX: Duration = Duration::from_secs(10);
-/// The time limit for the plan of a turn that must continue its session, if the engine has already
-/// answered with an error. If the shim caused the error, its report was sent before the error and
-/// arrives soon. Otherwise no report comes.
-const PLAN_WAIT_AFTER_ERROR_MAX: Duration = Duration::from_millis(500);
 /// The time limit for the engine's own answer to a turn that its shim has refused.
 const REFUSED_ANSWER_MAX: Duration = Duration::from_secs(1);
-/// The maximum number of frames of the answer that are held back until the shim's plan is known. A
-/// route that answers before tokenization sends only a few events, so this is enough.
-const EARLY_FRAMES_MAX: usize = 16;
 
 /// One turn inside the engine: reads its answer, and owns the lease.
 ///
@@ -113,7 +101,7 @@ pub(super) struct Exchange {
 }
 
 /// An item of an answer's body: a frame, an error, or `None` at the end.
-type BodyFrame = Option<Result<Frame<Bytes>, hyper::Error>>;
+type BodyFrame<E = hyper::Error> = Option<Result<Frame<Bytes>, E>>;
 
 /// The engine's answer, as far as it has come.
 enum EngineAnswer {
@@ -204,15 +192,6 @@ impl Exchange {
 
     /// Returns how the turn runs or why the shim refuses it. Returns `None` if that is not known in
     /// time.
-    ///
-    /// On some routes the engine begins its answer before the shim has decided. This function then
-    /// keeps the first frames in `early_frames` until the shim reports its plan. The time and the
-    /// number of frames are limited.
-    ///
-    /// If the engine answers with an error, the turn has ended, and the plan usually doesn't
-    /// matter. The exception is a turn that `must_continue` its session's history: the shim may
-    /// have refused it and so caused the error. For such a turn, this function waits for the shim's
-    /// report.
     pub(super) async fn wait_for_run_mode(
         &mut self,
         receiver: Option<oneshot::Receiver<RunModeResult>>,
@@ -223,33 +202,11 @@ impl Exchange {
         let Some(EngineAnswer::Body(body)) = &mut self.engine_answer else {
             return receiver.try_recv().ok();
         };
-        let mut may_read_frame = status.is_success();
-        if !may_read_frame && !must_continue {
-            return receiver.try_recv().ok();
-        }
-        let plan_deadline = tokio::time::sleep(match (may_read_frame, must_continue) {
-            (false, _) => PLAN_WAIT_AFTER_ERROR_MAX,
-            (true, true) => MUST_CONTINUE_PLAN_WAIT_MAX,
-            (true, false) => PLAN_WAIT_MAX,
-        });
-        tokio::pin!(plan_deadline);
-        loop {
-            tokio::select! {
-                biased;
-                result = &mut receiver => return result.ok(),
-                frame = body.frame(), if may_read_frame => {
-                    may_read_frame = frame.is_some();
-                    self.early_frames.push_back(frame);
-                    may_read_frame &= self.early_frames.len() < EARLY_FRAMES_MAX;
-                    if !may_read_frame && !must_continue {
-                        return receiver.try_recv().ok();
-                    }
-                }
-                () = &mut plan_deadline, if !may_read_frame || !self.early_frames.is_empty() => {
-                    return None;
-                }
-                () = &mut self.deadline => return None,
-            }
+        let plan = plan::wait(receiver, body, &mut self.early_frames, status, must_continue);
+        tokio::select! {
+            biased;
+            result = plan => result,
+            () = &mut self.deadline => None,
         }
     }
 

@@ -51,8 +51,8 @@ use super::{
 use crate::{
     engine::{self, EngineClient},
     metrics::Metrics,
-    owner::{AdmittedTurn, AgentHandle, EngineNews, Lease},
-    session::{self, RunMode, Turn},
+    owner::{AdmittedTurn, AgentHandle, EngineNews, Lease, TurnRun},
+    session::{self, Turn},
 };
 
 /// Response header of a turn in a pinned session (which keeps its KV in the engine between turns).
@@ -60,7 +60,7 @@ use crate::{
 /// a turn without a token limit, this is as much as the engine allows.
 const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
 /// Response header of a session's turn: how the turn ran. The values are the names of
-/// [`RunMode`].
+/// `RunMode`.
 const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
 /// Request header to the engine for a turn with a full history. Berth's shim inside the engine may
 /// then trim the prompt: it gives the engine only the part that the session doesn't hold. The value
@@ -283,7 +283,7 @@ impl ReadTurn {
             return Err(refusal);
         }
         let must_continue = requires_continuation(&turn);
-        let run_mode = match exchange
+        let run = match exchange
             .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
             .await
         {
@@ -291,12 +291,12 @@ impl ReadTurn {
                 exchange.finish_refused().await;
                 return Err(refusal(&error.into()));
             }
-            Some(Ok(run_mode)) => Some(run_mode),
+            Some(Ok(run)) => Some(run),
             None => None,
         };
         exchange.watch_weights(&turn);
         let mut response = client_response(answer_head, exchange);
-        add_turn_headers(response.headers_mut(), context, &turn, run_mode);
+        add_turn_headers(response.headers_mut(), context, &turn, run);
         Ok(response)
     }
 }
@@ -306,16 +306,15 @@ fn add_turn_headers(
     headers: &mut HeaderMap,
     context: &TurnContext,
     turn: &Turn,
-    run_mode: Option<RunMode>,
+    run: Option<TurnRun>,
 ) {
     let label = Weights { epoch: turn.weights_epoch, ..context.agent.weights.borrow().clone() };
     if let Ok(value) = HeaderValue::from_str(&label.to_string()) {
         headers.insert(WEIGHTS, value);
     }
-    if let Some(run_mode) = run_mode {
-        headers.insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
-    }
-    if let Some(growth_tokens) = turn.growth_tokens_max {
+    let Some(TurnRun { run_mode, growth_tokens_max }) = run else { return };
+    headers.insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));
+    if let Some(growth_tokens) = growth_tokens_max {
         headers.insert(GROWTH_HEADER, growth_tokens.into());
     }
 }

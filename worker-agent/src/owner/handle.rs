@@ -196,8 +196,18 @@ pub struct AdmittedTurn {
     pub run_mode: Option<oneshot::Receiver<RunModeResult>>,
 }
 
+/// How an admitted turn runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TurnRun {
+    /// How it runs.
+    pub run_mode: RunMode,
+    /// KV tokens reserved for it beyond its session's history. `None` if it doesn't run in a pinned
+    /// session.
+    pub growth_tokens_max: Option<u64>,
+}
+
 /// How an admitted turn runs, or why the shim (Berth's part inside the engine) refuses it.
-pub type RunModeResult = Result<RunMode, session::Error>;
+pub type RunModeResult = Result<TurnRun, session::Error>;
 
 /// The end of a turn, as sent to the owner.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use proto::id::SessionKey;
 use tokio::sync::oneshot;
 
-use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, reporter::Reporter};
+use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, TurnRun, reporter::Reporter};
 use crate::session::{self, RunMode, Table, Turn};
 
 /// The waiting callers, by request id. A caller that is gone needs no answer: it has dropped its
@@ -64,7 +64,8 @@ impl Waiters {
                     receiver
                 });
                 if let Some(run_mode) = known_run_mode {
-                    self.tell_run_mode(rid, Ok(run_mode));
+                    let growth_tokens_max = turn.growth_tokens_max;
+                    self.tell_run_mode(rid, Ok(TurnRun { run_mode, growth_tokens_max }));
                 }
                 drop(reply.send(Ok(AdmittedTurn { turn, run_mode })));
                 known_run_mode

@@ -295,7 +295,11 @@ impl Table {
             }
         });
         self.update_deltas(key, *opens_session, awaited.replaced);
-        self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
+        let reserved_tokens = self.sessions[key].state.row().map(|row| row.reserved_tokens);
+        let growth_tokens_max =
+            reserved_tokens.map(|tokens| tokens.saturating_sub(plan.committed_tokens));
+        let rid = rid.clone();
+        self.effects.push(Effect::RunModeKnown { rid, run_mode, growth_tokens_max });
         (outcome, if *had_no_kv { 0 } else { plan.committed_tokens })
     }
 
@@ -312,7 +316,8 @@ impl Table {
         self.tickets.run_beside(rid);
         let planned = self.unpinned_run_mode(&self.sessions[key]);
         let run_mode = self.tickets[rid].run_mode(planned);
-        self.effects.push(Effect::RunModeKnown { rid: rid.clone(), run_mode });
+        let known = Effect::RunModeKnown { rid: rid.clone(), run_mode, growth_tokens_max: None };
+        self.effects.push(known);
         if self.sessions[key].is_pinned() {
             self.undo_admission(key, turn.had_no_kv);
             // `handle_question` has decided this for a turn that the shim asked about.

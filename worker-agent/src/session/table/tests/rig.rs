@@ -73,6 +73,8 @@ pub(super) struct Rig {
     pub(super) answers: Vec<(u64, Option<String>, u64)>,
     /// How turns ran, if that was reported after their admission.
     pub(super) run_modes: HashMap<String, RunMode>,
+    /// The tokens reserved for each turn that got a plan, as its client is told.
+    pub(super) growths: HashMap<String, Option<u64>>,
     /// Turns that the shim refused, and why.
     pub(super) refused_by_shim: HashMap<String, Error>,
     /// The client that sends turns without a session.
@@ -103,6 +105,7 @@ impl Rig {
             opens: None,
             answers: vec![],
             run_modes: HashMap::new(),
+            growths: HashMap::new(),
             refused_by_shim: HashMap::new(),
             principal: "p".to_owned(),
             start: PromptStart::default(),
@@ -133,7 +136,8 @@ impl Rig {
                     Effect::AnswerQuestion { question, incarnation, tokens_max } => {
                         self.answers.push((question, incarnation, tokens_max));
                     }
-                    Effect::RunModeKnown { rid, run_mode } => {
+                    Effect::RunModeKnown { rid, run_mode, growth_tokens_max } => {
+                        self.growths.insert(rid.clone(), growth_tokens_max);
                         self.run_modes.insert(rid, run_mode);
                     }
                     Effect::RefusedByShim { rid, error } => {

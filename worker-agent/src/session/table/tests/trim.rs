@@ -143,6 +143,24 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     assert_eq!(rig.table.totals(0).pinned_tokens, 160, "what was kept for its bound is given back");
 }
 
+/// Before the shim's plan, only a bound of the prompt is known.
+#[test]
+fn a_client_is_told_the_room_of_its_turn_by_the_plan_and_none_for_a_turn_beside_its_session() {
+    let mut rig = trimming();
+    rig.pinned_by_itself("s");
+    let inside = full_history(&mut rig, &auto("s"), 460).inside();
+    let beyond = inside.turn.growth_tokens_max.unwrap();
+    rig.plan(&inside, Plan::Trimmed, 148, 10);
+    let told = rig.growths[&inside.rid].unwrap();
+    assert!((10..beyond).contains(&told), "{told} of {beyond}");
+    assert_eq!(rig.table.totals(0).pinned_tokens, (148 + told).next_multiple_of(16));
+    rig.end(&inside, finished(158, 8));
+    let diverged = full_history(&mut rig, &auto("s"), 490).inside();
+    assert!(diverged.turn.growth_tokens_max.is_some());
+    rig.plan(&diverged, Plan::Diverged, 0, 170);
+    assert_eq!(rig.growths[&diverged.rid], None, "nothing is reserved for it");
+}
+
 #[test]
 fn no_session_is_auto_pinned_that_is_cold_or_lacks_room_or_a_shim() {
     let pinned_after = |change: fn(&mut Rig), bytes: u64| {
