@@ -173,6 +173,20 @@ async fn sessions_of_a_lost_worker_move_and_pinned_ones_say_what_is_gone() {
     assert_eq!(router.chat(&[], delta).await.status, StatusCode::OK);
 }
 
+/// An agent reports a session when a turn of it has ended, and not again while it is idle.
+#[tokio::test]
+async fn a_session_s_owner_sees_for_how_long_it_has_been_idle() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    router.chat(&[("x-berth-session-id", "s")], "{}").await;
+    wait_until("it gets older", async || {
+        let list = router.call(Method::GET, "/v1/sessions", &[], "").await.json();
+        let session = &list["sessions"][0];
+        session["idle_ms_at_report"] == 0 && session["idle_ms"].as_u64().is_some_and(|ms| ms > 20)
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_session_whose_engine_restarted_is_lost_until_it_is_opened_again() {
     let a = Agent::start("a");

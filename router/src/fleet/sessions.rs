@@ -139,6 +139,13 @@ impl Sessions {
         self.shards.shard_of(key).and_then(|shard| shard.get(key)).map_or(&[], Vec::as_slice)
     }
 
+    /// Returns for how long a session of the agent has had no turn. `None` without an entry.
+    #[must_use]
+    pub fn idle(&self, key: &SessionKey, agent: usize, now: Instant) -> Option<Duration> {
+        let entry = self.locate(key).iter().find(|entry| entry.worker.agent == agent);
+        entry.map(|entry| entry.idle(now))
+    }
+
     /// Iterates over all entries, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = &ReportedSession> {
         self.shards.iter().flat_map(|shard| shard.values().flatten())

@@ -35,6 +35,7 @@ use crate::{
         sessions::{ReportedSession, Sessions},
         snapshot::Snapshot,
     },
+    placement::session_status,
     turn::{sessions, shared::Shared},
 };
 
@@ -104,6 +105,7 @@ fn build_list(shared: &Shared, query: &ListQuery) -> Value {
     let text = query.find.to_lowercase();
     let mut found: Vec<&ReportedSession> =
         view.sessions.iter().filter(|entry| is_found(entry, &text, &view)).collect();
+    found.retain(|entry| session_status::is_shown(entry, &view));
     let now = now();
     found.sort_unstable_by(|one, other| query.sort.compare(one, other, now));
     let total = found.len();

@@ -19,7 +19,7 @@ use serde::{
 };
 use serde_json::{Value, json};
 use service::{
-    clock::whole_millis,
+    clock::{now, whole_millis},
     places::INLINE_BYTES_MAX,
     refusal::{Code, Refusal},
     server::PeerAddress,
@@ -280,12 +280,15 @@ fn parse_object<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> serde_json::Resul
 
 /// Returns a session as JSON for its client.
 fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
-    let worker = shared.directory.view().name(session_view.worker);
+    let view = shared.directory.view();
+    let worker = view.name(session_view.worker);
     let id = session_view.key.id();
     let Some(session) = &session_view.session else {
         return json!({ "session_id": id, "worker": worker, "state": "bound" });
     };
     let state = if session_view.is_lost { json!("lost") } else { json!(session.state) };
+    // A session that was just opened is in no report yet.
+    let idle = view.sessions.idle(&session_view.key, session_view.worker.agent, now());
     let mut value = json!({
         "session_id": id,
         "worker": worker,
@@ -297,6 +300,7 @@ fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
         "whole_history": session.full_history,
         "resident_tokens": session.resident_tokens.map(|figure| figure.value),
         "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
+        "idle_ms": whole_millis(idle.unwrap_or(session.idle)),
         "idle_ms_at_report": whole_millis(session.idle),
     });
     if let Some(prefix) = &session.volatile_prefix {

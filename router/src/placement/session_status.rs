@@ -197,6 +197,23 @@ fn needs_its_worker(session: &Session) -> bool {
     session.retention == Retention::Pinned && !can_continue_anywhere
 }
 
+/// Whether nothing is left of a session at its worker, and any worker can take its next turn.
+#[must_use]
+pub fn is_left_with_nothing(session: &Session) -> bool {
+    session.state == SessionState::Lost && !needs_its_worker(session)
+}
+
+/// Whether this entry is the session, for an operator who sees all sessions of the fleet. Several
+/// agents may have entries of it, such as one from whose engine the session has moved.
+#[must_use]
+pub fn is_shown(entry: &ReportedSession, view: &Snapshot) -> bool {
+    let entries = view.sessions.locate(&entry.session.key);
+    // Almost every session has one entry.
+    entries.len() < 2
+        || preferred_entry(entries.iter(), entries, view, None)
+            .is_none_or(|shown| shown.worker == entry.worker)
+}
+
 /// Whether an entry is a *stray*: a session without a turn, whose history another agent has. An
 /// open that got no answer leaves one, if it was then repeated at another agent. A turn with the
 /// new part of a history must never run on it.
@@ -270,8 +287,9 @@ pub fn judge_split(key: &SessionKey, view: &Snapshot) -> Option<Split> {
 }
 
 /// Returns the entry to use, because several agents may have the session. Prefers, in this order:
-/// a connected agent, the agent of `bound_worker`, an entry that isn't lost, the entry with the
-/// most recent turn, and the lowest worker. Only the bound agent's entry may be a stray.
+/// a connected agent, an entry of which something is left, the agent of `bound_worker`, an entry
+/// that isn't lost, the entry with the most recent turn, and the lowest worker. Only the bound
+/// agent's entry may be a stray.
 fn preferred_entry<'a>(
     entries: impl Iterator<Item = &'a ReportedSession>,
     all: &[ReportedSession],
@@ -285,6 +303,7 @@ fn preferred_entry<'a>(
     usable.max_by_key(|entry| {
         (
             view.agent(entry.worker).is_up(),
+            !is_left_with_nothing(&entry.session),
             is_bound(entry),
             entry.session.state != SessionState::Lost,
             Reverse(entry.session.idle),
@@ -396,6 +415,25 @@ mod tests {
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Lost { .. }));
         state.apply(0, Update::SessionChanged(whole), now);
         assert!(matches!(status(&state, &affinity, now), SessionStatus::Open { .. }));
+    }
+
+    #[test]
+    fn a_session_that_went_on_elsewhere_is_there_and_is_shown_once() {
+        let (mut state, mut affinity, now) = setup();
+        affinity.begin_turn(&key(), at(0), false, now).unwrap();
+        affinity.end_turn(&key(), now);
+        let lost = session(Retention::Tagged, SessionState::Lost, 0);
+        state.apply(0, Update::SessionChanged(lost), now);
+        let shown = |state: &State| -> Vec<WorkerRef> {
+            let view = state.snapshot();
+            let entries = view.sessions.iter().filter(|entry| is_shown(entry, &view));
+            entries.map(|entry| entry.worker).collect()
+        };
+        assert_eq!(shown(&state), [at(0)], "its operator sees that it is lost");
+        // Another router has sent its next turn elsewhere.
+        state.apply(1, idle(Retention::Tagged), now);
+        assert_eq!(worker(&status(&state, &affinity, now)), 1);
+        assert_eq!(shown(&state), [at(1)]);
     }
 
     #[test]

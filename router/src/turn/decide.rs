@@ -207,6 +207,10 @@ pub(super) fn decide_session<E: From<Error>>(
         // The session's prefix is where its first turn ran, although no agent knows the session.
         sticky = facts.seen_on.map(Sticky::new);
     }
+    let left_at = worker_left_with_nothing(&status, binding, now).filter(|_| !intent.is_delta);
+    if left_at.is_some() {
+        sticky = None;
+    }
     let can_move = !sticky.is_some_and(|sticky| sticky.fixed);
     if let (Some(sticky), Some(binding)) = (&mut sticky, binding) {
         facts.add_binding(sticky, binding, now);
@@ -223,6 +227,7 @@ pub(super) fn decide_session<E: From<Error>>(
     };
     let placement = choose(&request, now)?;
     let old = sticky.filter(|sticky| sticky.worker != placement.worker);
+    let left_at = left_at.filter(|worker| worker.agent != placement.worker.agent);
     if let Some(Sticky { worker, fixed: true, .. }) = old
         && intent.is_delta
     {
@@ -237,8 +242,9 @@ pub(super) fn decide_session<E: From<Error>>(
         can_move,
         old_worker: old
             .filter(|_| placement.reason == Reason::Moved && facts.seen_on.is_none())
-            .map(|sticky| sticky.worker),
-        reopen_as: reopen_as.filter(|_| old.is_some()),
+            .map(|sticky| sticky.worker)
+            .or(left_at),
+        reopen_as: reopen_as.filter(|_| old.is_some() || left_at.is_some()),
         wish,
         placement,
     })
@@ -476,6 +482,19 @@ fn check_session(
     }
 }
 
+/// Returns the worker whose engine has lost all that it had of the session, so that the next turn
+/// has no reason to go there. `None` while a turn of this router may have begun the session anew on
+/// the worker, and its agent's report be under way.
+fn worker_left_with_nothing(
+    status: &SessionStatus,
+    binding: Option<&Binding>,
+    now: Instant,
+) -> Option<WorkerRef> {
+    let SessionStatus::Open { worker, session, .. } = status else { return None };
+    let is_left = session_status::is_left_with_nothing(session);
+    (is_left && !binding.is_some_and(|binding| binding.is_recent(now))).then_some(*worker)
+}
+
 /// Whether a turn of the session runs and its agent has no queue in which another turn could wait.
 pub(super) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
     let (SessionStatus::Open { is_busy: true, worker, .. }
@@ -491,9 +510,14 @@ pub(super) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
 mod tests {
     use std::{sync::Arc, time::Duration};
 
+    use proto::load::{Session, SessionState};
+
     use super::*;
     use crate::{
-        fleet::testing::{fleet, start},
+        fleet::{
+            state::Update,
+            testing::{fleet, start},
+        },
         prompt::models::Models,
         residency::kv_index::KvIndex,
     };
@@ -524,14 +548,22 @@ mod tests {
         turn: &Turn,
         seen_on: Option<WorkerRef>,
     ) -> Result<SessionDecision, Error> {
-        let view = fleet(&[(0, 0), (0, 0)], start()).snapshot();
+        decide_in(&fleet(&[(0, 0), (0, 0)], start()).snapshot(), affinity, turn, seen_on)
+    }
+
+    fn decide_in(
+        view: &Snapshot,
+        affinity: &mut Affinity,
+        turn: &Turn,
+        seen_on: Option<WorkerRef>,
+    ) -> Result<SessionDecision, Error> {
         let kv_index = Arc::new(KvIndex::new(1 << 20));
         let block_locator =
             BlockLocator::new(kv_index, Arc::new(Models::with_memory(1 << 20)), 1 << 20);
         let facts = TurnFacts {
             turn,
             turn_id: 1,
-            view: &view,
+            view,
             block_locator: &block_locator,
             prefer: None,
             seen_on,
@@ -539,7 +571,7 @@ mod tests {
         };
         let intent = turn.session.as_ref().unwrap();
         decide_session(affinity, &facts, intent, start(), |request, now| {
-            placement::place(request, &view, now).map_err(Error::from)
+            placement::place(request, view, now).map_err(Error::from)
         })
     }
 
@@ -563,6 +595,38 @@ mod tests {
             let placed = (first.placement.worker, first.placement.reason, first.old_worker);
             assert_eq!(placed, (worker, Reason::Sticky, None));
         }
+    }
+
+    /// "sticky" would say that the worker has the session's KV.
+    #[test]
+    fn a_session_that_its_engine_has_lost_begins_anew_on_the_best_worker() {
+        let lost = Session {
+            key: turn(false).session.unwrap().key,
+            retention: Retention::Tagged,
+            state: SessionState::Lost,
+            dp_rank: 0,
+            turns: 3,
+            turns_running: 0,
+            exclusive: false,
+            resident_tokens: None,
+            idle: Duration::ZERO,
+            full_history: true,
+            volatile_prefix: None,
+            began_unix_ms: 0,
+            parent: None,
+        };
+        let (busy, idle) = (WorkerRef { agent: 0, dp_rank: 0 }, WorkerRef { agent: 1, dp_rank: 0 });
+        let mut fleet = fleet(&[(30, 0), (0, 0)], start());
+        fleet.apply(busy.agent, Update::SessionChanged(lost), start());
+        let mut affinity = Affinity::new(8, Duration::from_secs(60));
+        let decision = decide_in(&fleet.snapshot(), &mut affinity, &turn(false), None).unwrap();
+        assert_eq!(decision.placement.worker, idle);
+        assert_eq!(decision.placement.reason, Reason::LeastLoaded);
+        assert_eq!(decision.old_worker, Some(busy), "where its entry is closed");
+        let mut affinity = Affinity::new(8, Duration::from_secs(60));
+        affinity.begin_turn(&turn(false).session.unwrap().key, busy, false, start()).unwrap();
+        let decision = decide_in(&fleet.snapshot(), &mut affinity, &turn(false), None).unwrap();
+        assert_eq!(decision.placement.worker, busy, "a turn begins it anew there");
     }
 
     #[test]

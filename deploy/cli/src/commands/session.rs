@@ -54,7 +54,7 @@ async fn show(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Erro
             ("retention", clean(&session.retention)),
             ("turns", format!("{}, {} running", session.turns, session.turns_running)),
             ("resident", known(session.resident_tokens, |it| format!("{} tokens", count(it)))),
-            ("idle", format!("{} when its agent last reported", millis(session.idle_ms_at_report))),
+            ("idle", millis(session.idle_ms())),
             ("client sends", history.to_owned()),
         ]);
     }

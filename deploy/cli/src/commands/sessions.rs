@@ -91,7 +91,7 @@ fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
         session.turns.to_string().into(),
         session.turns_running.to_string().into(),
         known(session.resident_tokens, count).into(),
-        millis(session.idle_ms_at_report).into(),
+        millis(session.idle_ms()).into(),
     ])
 }
 
@@ -139,4 +139,18 @@ fn to_json(session: &load::Session) -> Value {
 
 fn agent_answer_error(target: &TargetArgs, why: String) -> Error {
     Error::Answer { url: target.agent.clone(), why }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_idle_session_is_as_old_as_its_router_says() {
+        let idle = |value: Value| format!("{:?}", row(&value, "worker").unwrap().pop());
+        let session = json!({ "session_id": "s", "idle_ms_at_report": 0, "idle_ms": 61_000 });
+        assert_eq!(idle(session), format!("{:?}", Some(Cell::from(millis(61_000)))));
+        let older = json!({ "session_id": "s", "idle_ms_at_report": 7 });
+        assert_eq!(idle(older), format!("{:?}", Some(Cell::from(millis(7)))));
+    }
 }

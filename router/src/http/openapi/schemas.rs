@@ -100,6 +100,7 @@ fn session_answers() -> [(&'static str, Value); 2] {
                     "whole_history": { "type": "boolean" },
                     "resident_tokens": { "type": ["integer", "null"] },
                     "resident_tokens_source": { "type": ["string", "null"] },
+                    "idle_ms": { "type": "integer" },
                     "idle_ms_at_report": { "type": "integer" },
                 },
                 "required": ["session_id", "worker", "state"],
