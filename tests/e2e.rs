@@ -12,7 +12,7 @@ use tests::{
         Agent, Cluster, ClusterSettings, PATIENCE, Router, agent_config, eventually, router_config,
         text_turn as turn,
     },
-    demo::WorkerLine,
+    demo::{WORKERS, WorkerLine},
     engine_sim::{Config, EngineSim},
     replay::{
         Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load,
@@ -489,7 +489,7 @@ async fn the_demo_keeps_its_promises() {
             enough.cancel();
         }
     };
-    let summary = tests::demo::run(PATIENCE, stop, |_| {}, until_enough).await.unwrap();
+    let summary = tests::demo::run(WORKERS, PATIENCE, stop, |_| {}, until_enough).await.unwrap();
     assert!(summary.is_good(), "{summary:?}");
     assert!(summary.cached_ratio > 0.5, "{summary:?}");
 }

@@ -1,7 +1,7 @@
-// Takes screenshots of the demo's dashboard with 1, 8 and 200 workers.
+// Takes screenshots of the dashboards of running demos with 1, 8 and 200 workers.
 //
-// The figures are those of the demo's four workers while its conversations run. For other numbers
-// of workers the list of workers is cut, or its workers are repeated under further names.
+// Nothing on the pictures is changed or repeated: each shows a demo of that size, of simulated
+// engines with simulated shims and GPUs. A demo of 200 needs minutes to start on few cores.
 
 import { spawn } from "node:child_process";
 import { once } from "node:events";
@@ -19,65 +19,44 @@ const PICTURES = [
   ["dashboard-200", 200, 1000, "dark"],
 ];
 
-/** Runs in the page, before its scripts: makes `count` workers of those that the router tells. */
-function repeatWorkers(count) {
-  const change = (text) =>
-    text.replace(/^data: (.*)$/m, (_, data) => {
-      const event = JSON.parse(data);
-      const { workers } = event.fleet;
-      event.fleet.workers = Array.from({ length: count }, (_, index) => ({
-        ...workers[index % workers.length], worker: `w${index}/0`,
-      }));
-      return `data: ${JSON.stringify(event)}`;
-    });
-  const ask = globalThis.fetch;
-  globalThis.fetch = async (...request) => {
-    const answer = await ask(...request);
-    if (!String(request[0]).endsWith("/dashboard/events")) return answer;
-    let waiting = "";
-    const whole = new TransformStream({
-      transform(part, out) {
-        const events = (waiting + part).split("\n\n");
-        waiting = events.pop();
-        events.forEach((event) => out.enqueue(`${change(event)}\n\n`));
-      },
-    });
-    const body = answer.body.pipeThrough(new TextDecoderStream()).pipeThrough(whole);
-    return new Response(body.pipeThrough(new TextEncoderStream()), answer);
-  };
-}
-
-const demo = spawn(join(resolve(process.env.BERTH_PROGRAMS), "berth-demo"), ["--seconds", "3600"], {
-  stdio: ["ignore", "ignore", "pipe"],
-});
-let browser;
-try {
-  let url;
-  for await (const line of createInterface({ input: demo.stderr })) {
-    if (line.startsWith("dashboard: ")) {
-      url = line.slice("dashboard: ".length);
-      break;
+/** Takes the picture of a demo with `workers` workers. Returns its path. */
+async function take(browser, [name, workers, height, colorScheme]) {
+  const demo = spawn(
+    join(resolve(process.env.BERTH_PROGRAMS), "berth-demo"),
+    ["--seconds", "3600", "--workers", String(workers)],
+    { stdio: ["ignore", "ignore", "pipe"] },
+  );
+  try {
+    let url;
+    for await (const line of createInterface({ input: demo.stderr })) {
+      if (line.startsWith("dashboard: ")) {
+        url = line.slice("dashboard: ".length);
+        break;
+      }
     }
-  }
-  demo.stderr.resume();
-  browser = await chromium.launch({
-    executablePath: process.env.BERTH_CHROMIUM, args: ["--no-sandbox"],
-  });
-  const pages = [];
-  for (const [name, count, height, colorScheme] of PICTURES) {
+    if (!url) throw new Error(`the demo of ${workers} workers ended before it began`);
+    demo.stderr.resume();
     const page = await browser.newPage({ viewport: { width: 1440, height }, colorScheme });
-    await page.addInitScript(repeatWorkers, count);
     await page.goto(url);
-    pages.push([name, page]);
-  }
-  await new Promise((resume) => setTimeout(resume, TRAFFIC_SECONDS * 1000));
-  for (const [name, page] of pages) {
+    await new Promise((resume) => setTimeout(resume, TRAFFIC_SECONDS * 1000));
     const path = join(FOLDER, `${name}.png`);
     await page.screenshot({ path });
-    console.log(path);
+    await page.close();
+    return path;
+  } finally {
+    if (demo.exitCode === null) {
+      demo.kill("SIGKILL");
+      await once(demo, "exit");
+    }
   }
+}
+
+const browser = await chromium.launch({
+  executablePath: process.env.BERTH_CHROMIUM, args: ["--no-sandbox"],
+});
+try {
+  // One after the other: the demos share one computer's cores.
+  for (const picture of PICTURES) console.log(await take(browser, picture));
 } finally {
-  await browser?.close();
-  demo.kill("SIGKILL");
-  await once(demo, "exit");
+  await browser.close();
 }

@@ -1,23 +1,37 @@
 //! The demo: simulated engines with an agent each, one router, and agent conversations through it.
 //!
-//! The demo checks that no turn fails, no session is left open, and no KV stays held.
+//! Each engine has a simulated shim and a simulated GPU, so that every figure has a source. The GPU
+//! shows the memory that a real engine would have taken there. The demo checks that no turn fails,
+//! no session is left open, and no KV stays held.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use serde::Serialize;
+use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    cluster::Cluster,
+    cluster::{Agent, Cluster, agent_config, ready, router_config},
     engine_sim::{Config, EngineSim, core::PoolFacts},
+    nvml::Machine,
     replay::{
         self, Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload,
         shape::Shape,
     },
+    shim::SimShim,
 };
 
-/// The number of engines, agents and workers.
-const ENGINES: usize = 4;
+/// The number of engines, agents and workers, if nobody says another.
+pub const WORKERS: usize = 4;
+/// GPUs of a simulated machine, each with one engine.
+const MACHINE_GPUS: usize = 8;
+/// The memory of a simulated GPU, and what of it an engine takes for weights and its pool. Bytes.
+const GPU_BYTES: [u64; 2] = [144 << 30, 127 << 30];
+/// The workers up to which each adds conversations, and each is asked as often as in a test. A
+/// larger fleet shares one computer's cores, so its engines report less often.
+const BUSY_WORKERS_MAX: usize = 16;
+/// The pause between two reports of an engine or a shim in a fleet of up to that size.
+const REPORT_PAUSE: Duration = Duration::from_millis(50);
 /// The tokens of each pool: about a third of what the conversations could use, so that the radix
 /// cache evicts while the demo runs.
 const POOL_TOKENS: usize = 24_576;
@@ -26,10 +40,12 @@ const CONTEXT_TOKENS: u64 = 4_032;
 /// The engines' context in tokens: half as much again, because a chat client sends answers back as
 /// text, and the toy tokenizer then needs up to three times as many tokens for them.
 const ENGINE_CONTEXT_TOKENS: usize = 6_144;
-/// The number of concurrent conversations on pinned sessions, which send only their new tokens.
-const PINNED_USERS: usize = 8;
-/// The number of concurrent conversations on tagged sessions, which send their full history.
-const TAGGED_USERS: usize = 16;
+/// The number of concurrent conversations of each worker on pinned sessions, which send only their
+/// new tokens.
+const PINNED_USERS: usize = 2;
+/// The number of concurrent conversations of each worker on tagged sessions, which send their full
+/// history.
+const TAGGED_USERS: usize = 4;
 /// The longest time until KV is freed. A close is answered before its engine has received it, and
 /// an abort before its turn has ended. KV held for longer counts as leaked.
 const FREED_WITHIN: Duration = Duration::from_secs(30);
@@ -85,27 +101,57 @@ pub struct WorkerLine {
 
 /// A fleet that is ready for traffic.
 #[derive(Debug)]
-pub struct Demo(Cluster);
+pub struct Demo {
+    /// The agents and the router.
+    cluster: Cluster,
+    engines: Vec<Arc<EngineSim>>,
+    shims: Vec<SimShim>,
+    /// The machines whose GPUs the agents read.
+    _machines: Vec<Machine>,
+}
 
 impl Demo {
     /// Starts everything and waits until the router knows all workers.
     ///
     /// # Errors
     /// Fails if a port can't be bound.
-    pub async fn start() -> anyhow::Result<Self> {
-        Ok(Self(Cluster::start(ENGINES, |settings| settings.engine = engine_config()).await?))
+    pub async fn start(workers: usize) -> anyhow::Result<Self> {
+        let slowness = u32::try_from(workers.div_ceil(BUSY_WORKERS_MAX))?;
+        let pause = REPORT_PAUSE * slowness;
+        let mut cluster = Cluster::start(0, |settings| settings.router = None).await?;
+        let (mut engines, mut shims, mut machines) = (vec![], vec![], vec![]);
+        for number in 0..workers {
+            if number % MACHINE_GPUS == 0 {
+                machines.push(machine(number..workers.min(number + MACHINE_GPUS))?);
+            }
+            let mut config = engine_config();
+            config.core.seed += number as u64;
+            let engine = Arc::new(EngineSim::start_local(config).await?);
+            let mut config = agent_config(&engine.url(), &format!("w{number}"));
+            config.engine.load_interval_ms = u64::try_from(pause.as_millis())?;
+            config.gpu.nvml_library = machines[number / MACHINE_GPUS].library();
+            config.gpu.devices = vec![gpu_uuid(number)];
+            let agent = Agent::start(config)?;
+            ready(&cluster.web, agent.admin).await;
+            let socket = agent.shim_socket.clone();
+            shims.push(SimShim::start_paced(Arc::clone(&engine), socket, pause));
+            engines.push(engine);
+            cluster.agents.push(agent);
+        }
+        cluster.start_router(router_config(&[])).await?;
+        Ok(Self { cluster, engines, shims, _machines: machines })
     }
 
     /// Returns the address of the router's dashboard.
     #[must_use]
     pub fn dashboard_url(&self) -> String {
-        self.0.routers[0].admin_url("/dashboard")
+        self.cluster.routers[0].admin_url("/dashboard")
     }
 
     /// Returns the addresses of the agents' control ports, for another router.
     #[must_use]
     pub fn control_urls(&self) -> Vec<String> {
-        self.0.agents.iter().map(|agent| format!("http://{}", agent.control)).collect()
+        self.cluster.agents.iter().map(|agent| format!("http://{}", agent.control)).collect()
     }
 
     /// Runs conversations for `time`; `control.live` can be read meanwhile.
@@ -118,9 +164,11 @@ impl Demo {
         control: ReplayControl,
     ) -> Result<Report, replay::Error> {
         let workload = || Workload::Synthetic { conversations: u64::MAX };
-        let pinned =
-            options(self.0.url(""), time, Api::Generate, SessionOpen::Pinned, PINNED_USERS);
-        let tagged = options(self.0.url(""), time, Api::Chat, SessionOpen::Tagged, TAGGED_USERS);
+        let busy_workers = self.engines.len().min(BUSY_WORKERS_MAX);
+        let run =
+            |api, open, users| options(self.cluster.url(""), time, api, open, users * busy_workers);
+        let pinned = run(Api::Generate, SessionOpen::Pinned, PINNED_USERS);
+        let tagged = run(Api::Chat, SessionOpen::Tagged, TAGGED_USERS);
         let started = tokio::time::Instant::now();
         let both = tokio::join!(
             replay::drive(pinned, workload(), control.clone(), |_| {}),
@@ -134,9 +182,9 @@ impl Demo {
     /// Returns the current state of the workers.
     pub async fn workers(&self) -> Vec<WorkerLine> {
         let mut lines = vec![];
-        for (number, engine) in self.0.engines.iter().enumerate() {
+        for (number, engine) in self.engines.iter().enumerate() {
             if let Some(pool) = engine.pool(0).await {
-                let ledger = self.0.worker(number).await;
+                let ledger = self.cluster.worker(number).await;
                 lines.push(WorkerLine { name: format!("worker-{number}"), pool, ledger });
             }
         }
@@ -148,7 +196,7 @@ impl Demo {
     /// # Errors
     /// Fails if the router or an agent ended with an error.
     pub async fn finish(self, report: &Report) -> anyhow::Result<DemoSummary> {
-        let Cluster { engines, agents, routers, .. } = self.0;
+        let Self { cluster: Cluster { agents, routers, .. }, engines, shims, _machines } = self;
         for router in routers {
             router.stop().await?;
         }
@@ -158,7 +206,10 @@ impl Demo {
         for agent in agents {
             agent.stop().await?;
         }
-        for engine in engines {
+        for shim in shims {
+            shim.stop().await;
+        }
+        for engine in engines.into_iter().filter_map(Arc::into_inner) {
             engine.shutdown().await;
         }
         Ok(DemoSummary {
@@ -177,7 +228,7 @@ impl Demo {
 }
 
 /// Returns the sessions and tokens that engines hold, once they are zero or after [`FREED_WITHIN`].
-async fn held_at_end(engines: &[EngineSim]) -> (u64, u64) {
+async fn held_at_end(engines: &[Arc<EngineSim>]) -> (u64, u64) {
     let deadline = tokio::time::Instant::now() + FREED_WITHIN;
     loop {
         let (mut sessions, mut tokens) = (0, 0);
@@ -191,6 +242,20 @@ async fn held_at_end(engines: &[EngineSim]) -> (u64, u64) {
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+fn gpu_uuid(worker: usize) -> String {
+    format!("GPU-{worker}")
+}
+
+/// Makes a machine with the GPUs of these workers.
+fn machine(workers: std::ops::Range<usize>) -> anyhow::Result<Machine> {
+    let [total, used] = GPU_BYTES;
+    let gpu =
+        |worker| json!({ "uuid": gpu_uuid(worker), "memory_total": total, "memory_used": used });
+    let gpus: serde_json::Map<_, _> =
+        workers.enumerate().map(|(index, worker)| (index.to_string(), gpu(worker))).collect();
+    Machine::new(&gpus.into())
 }
 
 fn engine_config() -> Config {
@@ -235,17 +300,18 @@ fn options(
     }
 }
 
-/// Runs the demo, and calls `show` about twice per second while traffic flows.
+/// Runs the demo with so many workers, and calls `show` about twice per second while traffic flows.
 ///
 /// # Errors
 /// Fails if something could not be started or ended with an error.
 pub async fn run(
+    workers: usize,
     time: Duration,
     stop: CancellationToken,
     begun: impl FnOnce(&Demo),
     mut show: impl FnMut(&[WorkerLine], &Report),
 ) -> anyhow::Result<DemoSummary> {
-    let demo = Demo::start().await?;
+    let demo = Demo::start(workers).await?;
     begun(&demo);
     let control = ReplayControl { stop, ..ReplayControl::default() };
     let live = Arc::clone(&control.live);

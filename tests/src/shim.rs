@@ -17,8 +17,10 @@ use crate::engine_sim::{
     core::{PoolFacts, SessionFacts},
 };
 
-/// The pause between two reports, and between two attempts to connect.
+/// The pause between two reports, and between two attempts to connect, in tests.
 const PAUSE: Duration = Duration::from_millis(20);
+/// The time limit for the shim's end.
+const END_MAX: Duration = Duration::from_secs(5);
 /// The most sessions in a frame.
 const FRAME_SESSIONS_MAX: usize = 512;
 /// The most requests that are carried out between two reports: each has an answer, and a frame has
@@ -33,29 +35,40 @@ impl SimShim {
     /// Starts the shim of `engine`, which connects to the agent's `socket` whenever one listens.
     #[must_use]
     pub fn start(engine: Arc<EngineSim>, socket: PathBuf) -> Self {
-        Self::start_as(engine, socket, false)
+        Self::start_as(engine, socket, false, PAUSE)
     }
 
     /// Starts a shim that demotes sessions.
     #[must_use]
     pub fn start_demoting(engine: Arc<EngineSim>, socket: PathBuf) -> Self {
-        Self::start_as(engine, socket, true)
+        Self::start_as(engine, socket, true, PAUSE)
     }
 
-    fn start_as(engine: Arc<EngineSim>, socket: PathBuf, demotes: bool) -> Self {
+    /// Starts a shim that demotes sessions and pauses for so long between two reports.
+    #[must_use]
+    pub fn start_paced(engine: Arc<EngineSim>, socket: PathBuf, pause: Duration) -> Self {
+        Self::start_as(engine, socket, true, pause)
+    }
+
+    fn start_as(engine: Arc<EngineSim>, socket: PathBuf, demotes: bool, pause: Duration) -> Self {
         let tasks = Tasks::default();
         let token = tasks.token();
         tasks.spawn(async move {
             let report = async {
                 loop {
                     // There is no agent, or it has ended.
-                    let _ = serve(&engine, &socket, demotes).await;
-                    tokio::time::sleep(PAUSE).await;
+                    let _ = serve(&engine, &socket, demotes, pause).await;
+                    tokio::time::sleep(pause).await;
                 }
             };
             token.run_until_cancelled(report).await;
         });
         Self(tasks)
+    }
+
+    /// Ends the shim. It holds its engine no longer when this returns.
+    pub async fn stop(self) {
+        self.0.stop(END_MAX).await;
     }
 }
 
@@ -66,7 +79,12 @@ impl Drop for SimShim {
 }
 
 /// Serves one connection to its end.
-async fn serve(engine: &EngineSim, socket: &PathBuf, demotes: bool) -> io::Result<()> {
+async fn serve(
+    engine: &EngineSim,
+    socket: &PathBuf,
+    demotes: bool,
+    pause: Duration,
+) -> io::Result<()> {
     let stream = UnixStream::connect(socket).await?;
     let gone = || io::Error::from(io::ErrorKind::NotConnected);
     let mut facts = engine.pool(0).await.ok_or_else(gone)?;
@@ -89,7 +107,7 @@ async fn serve(engine: &EngineSim, socket: &PathBuf, demotes: bool) -> io::Resul
                     Err(error) => return Err(error),
                 }
             }
-            () = tokio::time::sleep(if requests.is_empty() { PAUSE } else { Duration::ZERO }) => {}
+            () = tokio::time::sleep(if requests.is_empty() { pause } else { Duration::ZERO }) => {}
         }
         // Any other command asks for a report, and the next one comes at once.
         let read = std::iter::from_fn(|| take_command(&mut commands));

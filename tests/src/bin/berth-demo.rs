@@ -1,6 +1,6 @@
 //! `berth-demo`: simulated engines, agents and a router in one process, with a live table.
 //!
-//! Agent conversations run through four engines, and the table shows their KV usage. The exit
+//! Agent conversations run through the engines, and the table shows their KV usage. The exit
 //! status is not zero if a turn failed or a session leaked.
 
 use std::{
@@ -29,6 +29,10 @@ struct Args {
     /// Seconds of traffic
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
+    /// Engines, each with an agent; a large fleet has no more traffic than one of 16, and reports
+    /// less often
+    #[arg(long, default_value_t = demo::WORKERS)]
+    workers: usize,
     /// Print one JSON object on the last line of standard output
     #[arg(long)]
     json: bool,
@@ -61,7 +65,8 @@ async fn run(args: &Args) -> anyhow::Result<DemoSummary> {
         let _ = writeln!(std::io::stderr(), "dashboard: {}", demo.dashboard_url());
         let _ = writeln!(std::io::stderr(), "agents: {}", demo.control_urls().join(" "));
     };
-    let running = demo::run(Duration::from_secs(args.seconds), stop.clone(), begun, show);
+    let time = Duration::from_secs(args.seconds);
+    let running = demo::run(args.workers, time, stop.clone(), begun, show);
     let mut running = std::pin::pin!(running);
     tokio::select! {
         ended = &mut running => return ended,
