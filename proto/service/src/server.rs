@@ -231,7 +231,7 @@ async fn serve_stream(
             Watched::new(service_fn(move |request| handler.serve(request)), open_requests.clone()),
         );
     let mut http = std::pin::pin!(http);
-    let mut driver = Driver::new(current_answer, limits.drain_rate, open_requests);
+    let mut driver = Driver::new(current_answer, limits.drain_rate, open_requests.clone());
     let interruption = {
         let header_late = tokio::time::sleep(HEADER_TIME_MAX);
         let (mut header_late, mut stop) = (std::pin::pin!(header_late), std::pin::pin!(stop));
@@ -263,6 +263,7 @@ async fn serve_stream(
             let _ = tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http)).await;
         }
         Interruption::Stop => {
+            open_requests.stop();
             http.as_mut().graceful_shutdown();
             report_end(limits, driver.run(http).await);
         }

@@ -303,3 +303,59 @@ async fn health_is_answered_and_turns_are_refused_while_every_place_works() {
     }
     assert_eq!(server.status("/health").await, 200);
 }
+
+/// Sends the head of a refused request whose body has `pieces` of 100 kB.
+async fn begin_refused(server: &Server, path: &str, pieces: usize) -> TcpStream {
+    let mut client = server.connect().await;
+    let length = pieces * 100_000;
+    let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n");
+    client.write_all(head.as_bytes()).await.unwrap();
+    client
+}
+
+/// Reads the answer to its end, which is the end of the connection.
+async fn assert_refused(mut client: TcpStream, status: &str) {
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
+    assert!(answer.contains("connection: close\r\n"), "{answer}");
+}
+
+#[tokio::test]
+async fn a_client_that_sends_its_whole_body_before_it_reads_learns_why_it_was_refused() {
+    let app = Router::new().route("/get", get(|| async { "answer" }));
+    let server = Server::start(app, |_| {}).await;
+    for (path, status) in [("/nothing", "404"), ("/get", "405")] {
+        let mut client = begin_refused(&server, path, 50).await;
+        // The server has answered, and ended its side.
+        client.readable().await.unwrap();
+        client.write_all(&vec![b'x'; 50 * 100_000]).await.unwrap();
+        assert_refused(client, status).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_client_that_sends_its_whole_body_before_it_reads_learns_why_it_was_refused() {
+    let server = Server::start(Router::new(), |_| {}).await;
+    let mut client = begin_refused(&server, "/nothing", 20).await;
+    for _ in 0..20 {
+        client.write_all(&[b'x'; 100_000]).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    assert_refused(client, "404").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_client_that_keeps_its_connection_loses_it() {
+    let server = Server::start(Router::new(), |_| {}).await;
+    for interval in [Duration::from_secs(1), Duration::from_secs(60)] {
+        let begin = tokio::time::Instant::now();
+        let mut client = begin_refused(&server, "/nothing", 1_000).await;
+        // The system's own wait would be of real time.
+        client.set_nodelay(true).unwrap();
+        while client.write_all(b"x").await.is_ok() {
+            tokio::time::sleep(interval).await;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(200), "{:?}", begin.elapsed());
+    }
+}

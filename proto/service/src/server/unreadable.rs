@@ -17,8 +17,9 @@
 //! connection's owner has `RefusalIo` look for that, now and then ([`Requests::look_for_client`]).
 //!
 //! In both cases of a refusal, closing a connection that has unread bytes resets it, and the client
-//! could lose the answer. So `RefusalIo` reads and drops what the client still sends, for a short
-//! time. The connection is idle meanwhile.
+//! could lose the answer: many send a whole body before they read. So `RefusalIo` ends its own side
+//! and then reads and drops what the client still sends, while bytes come, up to a limit of time
+//! and of bytes. The connection is idle meanwhile, so it gives way to others.
 
 use std::{
     future::Future,
@@ -40,14 +41,20 @@ use hyper::{Request, Response, body::Incoming, service::Service};
 use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    time::Sleep,
+    time::{Instant, Sleep},
 };
 use tracing::debug;
 
 use crate::refusal::{Api, Code, Refusal};
 
-/// The longest time for which bytes that nobody reads are dropped after an answer.
-const DRAIN_TIME_MAX: Duration = Duration::from_secs(1);
+/// The longest time for which bytes that nobody reads are dropped after an answer: 5 MB at
+/// 1.5 Mbit/s.
+const DRAIN_TIME_MAX: Duration = Duration::from_secs(30);
+/// The longest pause between such bytes. What a client sends in one go pauses for less, even if
+/// the network loses some of it.
+const DRAIN_PAUSE_MAX: Duration = Duration::from_secs(2);
+/// The longest time of both once the process stops.
+const DRAIN_STOPPING_MAX: Duration = Duration::from_secs(1);
 /// The most such bytes.
 const DRAIN_BYTES_MAX: usize = 64 << 20;
 
@@ -76,6 +83,8 @@ struct RequestState {
     dropped_body: Mutex<Option<Incoming>>,
     /// Whether to look whether the client has gone.
     is_look_due: AtomicBool,
+    /// Whether the process stops.
+    is_stopping: AtomicBool,
 }
 
 impl Requests {
@@ -95,6 +104,11 @@ impl Requests {
     /// Has the next flush look whether the client has gone.
     pub(super) fn look_for_client(&self) {
         self.0.is_look_due.store(true, Ordering::Relaxed);
+    }
+
+    /// Has bytes that nobody reads dropped for a short time only, because the process stops.
+    pub(super) fn stop(&self) {
+        self.0.is_stopping.store(true, Ordering::Relaxed);
     }
 
     /// Whether bytes that hyper writes now may be the service's.
@@ -270,8 +284,55 @@ pub(super) struct RefusalIo<I> {
 
 /// How much longer the bytes after a refused request are read.
 struct Drain {
+    /// When the drain ends, however many bytes come.
+    end: Instant,
+    /// When the drain ends if no more bytes come before.
     deadline: Pin<Box<Sleep>>,
     bytes_left: usize,
+    is_stopping: bool,
+}
+
+impl Drain {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            end: now + DRAIN_TIME_MAX,
+            deadline: Box::pin(tokio::time::sleep_until(now + DRAIN_PAUSE_MAX)),
+            bytes_left: DRAIN_BYTES_MAX,
+            is_stopping: false,
+        }
+    }
+
+    /// Reads and drops what has come. Is ready when nothing more is to be read.
+    fn poll<I: AsyncRead + Unpin>(&mut self, io: &mut I, context: &mut Context<'_>) -> Poll<()> {
+        let mut space = [0; 16 * 1024];
+        let mut has_read = false;
+        loop {
+            let mut buffer = ReadBuf::new(&mut space);
+            let is_open = match Pin::new(&mut *io).poll_read(context, &mut buffer) {
+                Poll::Pending => break,
+                Poll::Ready(read) => read.is_ok() && !buffer.filled().is_empty(),
+            };
+            has_read = true;
+            self.bytes_left = self.bytes_left.saturating_sub(buffer.filled().len());
+            if !is_open || self.bytes_left == 0 {
+                return Poll::Ready(());
+            }
+        }
+        if has_read {
+            self.deadline.as_mut().reset(self.end.min(Instant::now() + DRAIN_PAUSE_MAX));
+        }
+        self.deadline.as_mut().poll(context)
+    }
+
+    /// Ends the drain soon, because the process stops.
+    fn stop(&mut self) {
+        if !std::mem::replace(&mut self.is_stopping, true) {
+            self.end = self.end.min(Instant::now() + DRAIN_STOPPING_MAX);
+            let deadline = self.deadline.deadline().min(self.end);
+            self.deadline.as_mut().reset(deadline);
+        }
+    }
 }
 
 impl<I> RefusalIo<I> {
@@ -421,24 +482,11 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
                 return Poll::Ready(Ok(()));
             }
         }
-        let new_drain = || Drain {
-            deadline: Box::pin(tokio::time::sleep(DRAIN_TIME_MAX)),
-            bytes_left: DRAIN_BYTES_MAX,
-        };
-        let drain = this.drain.get_or_insert_with(new_drain);
-        let mut space = [0; 16 * 1024];
-        loop {
-            let mut buffer = ReadBuf::new(&mut space);
-            let is_open = match Pin::new(&mut this.io).poll_read(context, &mut buffer) {
-                Poll::Pending => break,
-                Poll::Ready(read) => read.is_ok() && !buffer.filled().is_empty(),
-            };
-            drain.bytes_left = drain.bytes_left.saturating_sub(buffer.filled().len());
-            if !is_open || drain.bytes_left == 0 {
-                return Poll::Ready(Ok(()));
-            }
+        let drain = this.drain.get_or_insert_with(Drain::new);
+        if this.requests.0.is_stopping.load(Ordering::Relaxed) {
+            drain.stop();
         }
-        drain.deadline.as_mut().poll(context).map(Ok)
+        drain.poll(&mut this.io, context).map(Ok)
     }
 }
 
