@@ -299,7 +299,10 @@ async fn text_that_fits_no_context_is_refused_and_an_image_is_not() {
     // The agent's engine has a context of 1,000 tokens.
     let padding = format!("{{\"a\":\"{}\"}}", " ".repeat(1_300_000));
     let refused = router.chat(&[USER], &padding).await;
-    assert_eq!(refusal(&refused), (413, "body_over_context".to_owned()));
+    assert_eq!(refusal(&refused), (400, "context_length_exceeded".to_owned()));
+    let engines =
+        "The input (1001 tokens) is longer than the model's context length (1000 tokens).";
+    assert!(refused.text().contains(engines), "{}", refused.text());
     let image = format!("{{\"image_data\":\"{}\"}}", " ".repeat(1_300_000));
     assert_eq!(router.chat(&[USER], &image).await.status, StatusCode::OK);
 }
@@ -313,13 +316,15 @@ async fn a_prompt_with_more_tokens_than_any_context_never_reaches_an_engine() {
     let words = format!("{{\"prompt\":\"{}\"}}", "zebra quilt ".repeat(8_000));
     // Until the model is loaded, nobody knows how many tokens these words are.
     wait_until("the prompt is refused", async || {
-        complete(&router, &words).await.status == StatusCode::PAYLOAD_TOO_LARGE
+        complete(&router, &words).await.status == StatusCode::BAD_REQUEST
     })
     .await;
     let received = a.turns().len();
     let refused = complete(&router, &words).await;
-    assert_eq!(refusal(&refused), (413, "body_over_context".to_owned()));
-    assert!(refused.text().contains("1000 tokens"), "{}", refused.text());
+    assert_eq!(refusal(&refused), (400, "context_length_exceeded".to_owned()));
+    let engines =
+        "The input (1001 tokens) is longer than the model's context length (1000 tokens).";
+    assert!(refused.text().contains(engines), "{}", refused.text());
     assert_eq!(a.turns().len(), received, "turns that reached the agent");
     // These many bytes are few tokens, and this list has several prompts.
     let image = format!("{{\"prompt\":\"a\",\"image_data\":\"{}\"}}", "zebra ".repeat(16_000));

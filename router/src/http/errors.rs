@@ -59,7 +59,7 @@ impl From<turn::error::Error> for Refusal {
             Error::BatchOverShare { .. } => Code::BatchOverShare,
             Error::BodyRatio { .. } => Code::BodyTooLarge,
             Error::BodyOverContext { .. } | Error::PromptOverContext { .. } => {
-                Code::BodyOverContext
+                Code::ContextLengthExceeded
             }
             Error::BodyLate => Code::BodyLate,
         };

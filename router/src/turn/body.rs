@@ -129,11 +129,12 @@ impl Bodies {
         let mut text = TextMeter::default();
         let bytes = read_limited(body, self.body_bytes_max, |kept, received_bytes| {
             if kept.len() > TEXT_BYTES_MIN
-                && let Some(text_bytes_max) = context_tokens().map(text_bytes_max)
+                && let Some(context_tokens) = context_tokens()
             {
                 text.read(kept);
+                let text_bytes_max = text_bytes_max(context_tokens);
                 if text.text_bytes() > text_bytes_max {
-                    return Err(Error::BodyOverContext { text_bytes_max });
+                    return Err(Error::BodyOverContext { context_tokens, text_bytes_max });
                 }
             }
             if compression.is_some_and(|compression| received_bytes > compression.bytes_max()) {

@@ -40,10 +40,11 @@ pub(crate) enum Error {
     TokenRate(Duration),
     /// The text in the body fits into no worker's context.
     #[error(
-        "the body has more than {text_bytes_max} bytes of text, which no worker's context holds; \
-         send a shorter prompt"
+        "{} The body has more than {text_bytes_max} bytes of text.", over_context(*.context_tokens)
     )]
     BodyOverContext {
+        /// The longest context, in tokens.
+        context_tokens: u64,
         /// The most bytes of text that fit.
         text_bytes_max: usize,
     },
@@ -57,10 +58,7 @@ pub(crate) enum Error {
         ratio_max: usize,
     },
     /// The prompt has more tokens than any worker's context.
-    #[error(
-        "the prompt has more than {context_tokens} tokens, the longest context of any worker; send \
-         a shorter prompt"
-    )]
+    #[error("{}", over_context((*.context_tokens).into()))]
     PromptOverContext {
         /// The longest context, in tokens.
         context_tokens: u32,
@@ -100,6 +98,20 @@ pub(crate) enum Error {
 /// What the router's clients share, each within its own limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Limit {
+/// Returns what a client reads whose prompt fits into no context. The first sentence is the
+/// engine's, by which clients know to compact their history. It has the number of tokens of the
+/// prompt; the router counts until there are too many.
+fn over_context(context_tokens: u64) -> String {
+    format!(
+        "The input ({} tokens) is longer than the model's context length ({context_tokens} \
+         tokens). The router counted no further; send a shorter prompt.",
+        context_tokens.saturating_add(1)
+    )
+/// What the router's clients share, each within its own limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Limit {
+}
+
     /// Requests that are served.
     Requests,
     /// Turns in flight.

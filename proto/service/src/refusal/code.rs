@@ -125,7 +125,8 @@ codes! {
             "the body exceeds `limits.body_bytes_max`, or what a route of Berth's own takes, or \
              grows 100 times as it is decompressed",
             "send less, or raise the setting";
-        BodyOverContext "body_over_context" PAYLOAD_TOO_LARGE Router AfterChange,
+        // OpenAI's name, by which clients know to compact their history.
+        ContextLengthExceeded "context_length_exceeded" BAD_REQUEST Router AfterChange,
             "the body has more text, or the prompt more tokens, than any worker's context holds",
             "send a shorter prompt";
         HeaderTooLarge "header_too_large" REQUEST_HEADER_FIELDS_TOO_LARGE Both AfterChange,

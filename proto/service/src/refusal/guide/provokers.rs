@@ -260,11 +260,11 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         (CLIENT_SHARES, "under_overload_lower_classes_are_refused_first", "priority_shed"),
     ),
     (
-        Code::BodyOverContext,
+        Code::ContextLengthExceeded,
         (
             CLIENT_SHARES,
             "text_that_fits_no_context_is_refused_and_an_image_is_not",
-            "body_over_context",
+            "context_length_exceeded",
         ),
     ),
     (Code::SessionsFull, (ROUTER_ERRORS, NO_AGENT, "Code::SessionsFull")),
