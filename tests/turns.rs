@@ -310,6 +310,16 @@ async fn a_stored_response_is_found_by_every_router_and_by_nobody_else() {
     }
 }
 
+/// Waits until the router shows a worker in this state.
+async fn wait_for_state(cluster: &Cluster, worker: &str, state: &str) {
+    eventually(state, || async {
+        let shown = cluster.request(Method::GET, "/v1/workers", &[OPS], Body::empty()).await.json();
+        let mut workers = shown["workers"].as_array()?.iter();
+        workers.find(|it| it["worker"] == worker && it["state"] == state).map(drop)
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_turn_goes_where_its_previous_response_is() {
     let keys = keys();
@@ -336,6 +346,17 @@ async fn a_turn_goes_where_its_previous_response_is() {
     body["previous_response_id"] = id.clone();
     let refused = cluster.post("/v1/responses", &[BOB], &body).await;
     assert_eq!(refused.refusal(), (404, "response_unknown".to_owned()));
+    // No other worker has the response, so the turn goes there while that one drains.
+    let drained = usize::from(worker.starts_with("w1"));
+    let drain = cluster.agents[drained].admin_url("/drain");
+    cluster.web.post(&drain, &[], &json!({})).await.unwrap();
+    wait_for_state(&cluster, &worker, "draining").await;
+    body["previous_response_id"] = id.clone();
+    let next = cluster.turn("/v1/responses", &[ALICE], &body).await;
+    assert_eq!(next.header("x-berth-worker"), worker);
+    let undrain = cluster.agents[drained].admin_url("/undrain");
+    cluster.web.post(&undrain, &[], &json!({})).await.unwrap();
+    wait_for_state(&cluster, &worker, "fresh").await;
     // A pinned session on the other worker can't follow.
     let mut elsewhere = None;
     for number in 0..16 {

@@ -9,7 +9,7 @@ use axum::{
     Router,
     extract::{Extension, Request, State},
     response::Response,
-    routing::{get, post},
+    routing::{any, get, post},
 };
 use service::refusal::{Code, Refusal};
 
@@ -19,11 +19,18 @@ use crate::{
     turn::{responses, shared::Shared},
 };
 
+/// The paths of functions that have the form of a response's path.
+const ABSENT: [&str; 2] = ["/v1/responses/compact", "/v1/responses/input_tokens"];
+
 /// Builds the routes.
 pub(super) fn routes() -> Router<Arc<Shared>> {
     let one = get(retrieve).delete(|state| refuse(state, "responses can't be deleted"));
     let items = get(|state| refuse(state, "a response's input items can't be listed"));
-    Router::new()
+    // Routes of OpenAI's that SGLang hasn't. Clients look for 404, and no response has such an id.
+    let absent = ABSENT
+        .iter()
+        .fold(Router::new(), |routes, path| routes.route(path, any(super::unknown_route)));
+    absent
         .route("/v1/responses/{id}", one)
         .route("/v1/responses/{id}/cancel", post(pass_on))
         .route("/v1/responses/{id}/input_items", items)

@@ -18,7 +18,11 @@ use proto::{
 use super::request::{SessionIntent, Turn};
 use crate::{
     claims::{Claims, Wish},
-    fleet::{control::OpenRequest, snapshot::Snapshot, worker::WorkerRef},
+    fleet::{
+        control::OpenRequest,
+        snapshot::Snapshot,
+        worker::{WorkerRef, WorkerState},
+    },
     placement::{
         self, NoWorker, PairUse, Placement, PlacementRequest, Reason, Sticky,
         affinity::{Affinity, Binding, TableFull},
@@ -389,7 +393,11 @@ pub(super) fn place_at_agent(
         }
         Some(_) | None => {}
     }
-    let is_usable = |worker: &WorkerRef| view.state(*worker, now).is_usable();
+    // No other worker has the response, so the turn can't go elsewhere while this one drains.
+    let can_answer = |worker: &WorkerRef| {
+        let state = view.state(*worker, now);
+        state.is_usable() || state == WorkerState::Draining
+    };
     let ranks = view.workers().map(|(worker, ..)| worker);
     // Ranks of one engine share its responses, so the one with the fewest turns takes this one.
     let turns = |worker: &WorkerRef| {
@@ -398,7 +406,7 @@ pub(super) fn place_at_agent(
     };
     let worker = ranks
         .filter(|worker| worker.agent == agent)
-        .filter(is_usable)
+        .filter(can_answer)
         .min_by_key(turns)
         .ok_or(NoWorker::Unusable)?;
     let reason = if request.sticky.is_some() { Reason::Moved } else { Reason::Response };

@@ -83,8 +83,9 @@ pub(crate) enum Error {
     NoAnswer(#[from] NoAnswer),
     /// The stored response that the request names isn't the client's.
     #[error(
-        "no worker has a response of yours with the id {id:?}; send the whole conversation \
-         instead, or an id that was answered to your own key"
+        "no worker has a response of yours with the id {id:?}: an engine keeps responses only with \
+         --enable-response-store; send the whole conversation instead, or an id that was answered \
+         to your own key"
     )]
     UnknownResponse {
         /// The beginning of the id.
@@ -95,9 +96,6 @@ pub(crate) enum Error {
     Aborted(Refusal),
 }
 
-/// What the router's clients share, each within its own limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Limit {
 /// Returns what a client reads whose prompt fits into no context. The first sentence is the
 /// engine's, by which clients know to compact their history. It has the number of tokens of the
 /// prompt; the router counts until there are too many.
@@ -107,11 +105,11 @@ fn over_context(context_tokens: u64) -> String {
          tokens). The router counted no further; send a shorter prompt.",
         context_tokens.saturating_add(1)
     )
+}
+
 /// What the router's clients share, each within its own limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Limit {
-}
-
     /// Requests that are served.
     Requests,
     /// Turns in flight.
