@@ -14,8 +14,10 @@ use crate::{
 };
 
 /// `{"messages":[]}` as each encoding writes it.
-const COMPRESSED: [(&str, &str); 4] = [
+const COMPRESSED: [(&str, &str); 6] = [
     ("gzip", "1f8b0800000000000203ab56ca4d2d2e4e4c4f2d56b28a8ead050091c330000f000000"),
+    ("GZIP", "1f8b0800000000000203ab56ca4d2d2e4e4c4f2d56b28a8ead050091c330000f000000"),
+    ("x-gzip", "1f8b0800000000000203ab56ca4d2d2e4e4c4f2d56b28a8ead050091c330000f000000"),
     ("deflate", "789cab56ca4d2d2e4e4c4f2d56b28a8ead05002cc40587"),
     ("br", "0b07807b226d65737361676573223a5b5d7d03"),
     ("zstd", "28b52ffd200f7900007b226d65737361676573223a5b5d7d"),

@@ -61,9 +61,11 @@ pub(super) async fn decompress(
     mut request: Request,
     next: Next,
 ) -> Response {
-    match encoding(request.headers()) {
+    match Encoding::read(request.headers()) {
         Encoding::None => next.run(request).await,
-        Encoding::Known => {
+        Encoding::Known(name) => {
+            // The layer below knows each by this name alone.
+            request.headers_mut().insert(header::CONTENT_ENCODING, HeaderValue::from_static(name));
             let compression = Arc::new(Compression::default());
             request.extensions_mut().insert(Arc::clone(&compression));
             let request = request.map(|body| count_bytes(body, compression));
@@ -94,17 +96,48 @@ fn count_bytes(body: Body, compression: Arc<Compression>) -> Body {
 #[derive(Debug, PartialEq, Eq)]
 enum Encoding {
     None,
-    Known,
+    /// In a way that has this name.
+    Known(&'static str),
     Unknown,
 }
 
-fn encoding(headers: &HeaderMap) -> Encoding {
-    let mut encodings = headers.get_all(header::CONTENT_ENCODING).iter();
-    match (encodings.next().map(HeaderValue::as_bytes), encodings.next()) {
-        (None | Some(b"" | b"identity"), None) => Encoding::None,
-        (Some(name), None) if ENCODINGS.iter().any(|known| known.as_bytes() == name) => {
-            Encoding::Known
+impl Encoding {
+    /// Reads the header, whose words have no letter case.
+    fn read(headers: &HeaderMap) -> Self {
+        let mut encodings = headers.get_all(header::CONTENT_ENCODING).iter();
+        let (first, None) = (encodings.next(), encodings.next()) else { return Self::Unknown };
+        let name = first.map_or(&b""[..], HeaderValue::as_bytes).trim_ascii();
+        let is = |known: &str| known.as_bytes().eq_ignore_ascii_case(name);
+        if name.is_empty() || is("identity") {
+            return Self::None;
         }
-        _ => Encoding::Unknown,
+        // RFC 9110: an old name of the same.
+        let name = if is("x-gzip") { Some("gzip") } else { None };
+        name.or_else(|| ENCODINGS.into_iter().find(|known| is(known)))
+            .map_or(Self::Unknown, Self::Known)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_encoding_is_known_in_any_letter_case_and_by_its_old_name() {
+        let read = |values: &[&'static str]| {
+            let named =
+                |value: &&'static str| (header::CONTENT_ENCODING, HeaderValue::from_static(value));
+            Encoding::read(&HeaderMap::from_iter(values.iter().map(named)))
+        };
+        for value in ["gzip", "GZIP", "x-gzip", "X-GZip", " gzip "] {
+            assert_eq!(read(&[value]), Encoding::Known("gzip"), "{value}");
+        }
+        assert_eq!(read(&["Zstd"]), Encoding::Known("zstd"));
+        for values in [&[][..], &[""], &["Identity"]] {
+            assert_eq!(read(values), Encoding::None, "{values:?}");
+        }
+        for values in [&["compress"][..], &["gzip, gzip"], &["gzip", "gzip"]] {
+            assert_eq!(read(values), Encoding::Unknown, "{values:?}");
+        }
     }
 }
