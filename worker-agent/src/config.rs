@@ -283,11 +283,11 @@ impl Config {
                 problems.push(problem.to_owned());
             }
         };
-        let engine_uri = self.engine.url.parse::<Uri>().ok();
-        let engine_uri = engine_uri.filter(|uri| {
-            uri.scheme_str() == Some("http") && uri.authority().is_some() && uri.path() == "/"
-        });
-        require(engine_uri.is_some(), "engine.url must be a URL like http://127.0.0.1:30000");
+        if let Some(fault) = self.engine.url_fault() {
+            let url = &self.engine.url;
+            let example = "http://127.0.0.1:30000";
+            require(false, &format!("engine.url is {url:?}: {fault}; an example: {example}"));
+        }
         let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
         let is_valid_id =
             self.worker_id.len() <= WORKER_ID_BYTES_MAX && self.worker_id.bytes().all(is_id_byte);
@@ -468,6 +468,14 @@ mod tests {
         };
         let problems = Config::load(args(&[])).unwrap_err();
         assert_eq!(problems.0.len(), 3, "{problems}");
+        for (url, fault) in [
+            ("https://127.0.0.1:30000", "--ssl-certfile"),
+            ("http://127.0.0.1:30000/v1", "has a path"),
+            ("127.0.0.1:30000", "http://"),
+        ] {
+            let problems = Config::load(args(&["--engine", url])).unwrap_err().to_string();
+            assert!(problems.contains(url) && problems.contains(fault), "{problems}");
+        }
         std::fs::write(&path, "worker_id = \"f\"\n[engine]\nload_interval_ms = 50\n").unwrap();
         let config = Config::load(args(&["--worker-id", "w"])).unwrap();
         assert_eq!((config.worker_id.as_str(), config.engine.load_interval_ms), ("w", 50));

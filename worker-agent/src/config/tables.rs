@@ -5,6 +5,7 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
+use http::Uri;
 use serde::{Deserialize, Serialize};
 
 /// `[engine]`: the engine beside the agent, and how the agent calls and watches it.
@@ -61,6 +62,26 @@ impl Default for EngineTable {
             // engine's scheduler, which is 5 % of this interval. With 16 tokens per page it takes
             // 0.1 s.
             republish_interval_ms: 30_000,
+        }
+    }
+}
+
+impl EngineTable {
+    /// Returns what is wrong with the engine's URL; `None` if nothing is.
+    pub(super) fn url_fault(&self) -> Option<&'static str> {
+        let Ok(uri) = self.url.parse::<Uri>() else { return Some("it is no URL") };
+        match (uri.scheme_str(), uri.authority()) {
+            // The agent is beside its engine, and tells routers of TLS by its own certificates.
+            (Some("https"), _) => Some(
+                "the agent calls its engine without TLS, on the same host; start the engine \
+                 without --ssl-certfile, and set tls.cert of the agent for its own ports",
+            ),
+            (Some("http"), Some(_)) if uri.path() != "/" || uri.query().is_some() => Some(
+                "it has a path, and engines serve their routes without one, also with \
+                 --fastapi-root-path; name the engine's own port, not that of a proxy",
+            ),
+            (Some("http"), Some(_)) => None,
+            _ => Some("it must begin with http:// and a host"),
         }
     }
 }
