@@ -67,8 +67,11 @@ impl EngineControl {
             Some("its weights are being changed")
         } else if self.releases_running > 0 || !self.released.is_empty() {
             Some("its memory is released")
-        } else if self.is_paused || self.is_seen_paused {
+        } else if self.is_paused {
             Some("it is paused")
+        } else if self.is_seen_paused {
+            // An engine that starts says no more than one that others have paused.
+            Some("it says that it is not ready: it starts, or is paused")
         } else {
             None
         }
