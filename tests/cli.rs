@@ -41,6 +41,11 @@ async fn a_person_sees_workers_devices_and_sessions() {
     let json = berth.run(&["workers", "--json"]).await.unwrap().json();
     assert_eq!(json["workers"].as_array().unwrap().len(), 2);
 
+    let admin_port = format!("--router={}", cluster.routers[0].admin_url(""));
+    let lost = self::berth(&[admin_port]).run(&["workers"]).await.unwrap();
+    assert!(lost.err.contains("an admin port answers at"), "{lost:?}");
+    assert!(lost.status != 0 && !lost.err.contains("install"), "{lost:?}");
+
     let devices = berth.run(&["devices", "--json"]).await.unwrap().json();
     assert_eq!(devices["devices"][0]["worker"], "w0/0");
     assert!(berth.run(&["devices"]).await.unwrap().out.contains("no NVML"));

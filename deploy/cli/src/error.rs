@@ -114,6 +114,12 @@ pub enum Error {
         /// This program's version.
         own: &'static str,
     },
+    /// A port of Berth answers that isn't the one that was meant.
+    #[error("an admin port answers at {url}; give the router's data port with --router")]
+    AdminPort {
+        /// The URL that was called.
+        url: String,
+    },
     /// An answer has another form than expected.
     #[error("the answer of {url} can't be understood: {why}; install the same version of both")]
     Answer {
@@ -137,9 +143,10 @@ impl Error {
             Self::Unreachable { .. } | Self::NoEngine { .. } => exit::UNREACHABLE,
             Self::Refused { .. } => exit::REFUSED,
             Self::Failed { .. } => exit::NOT_WELL,
-            Self::RouteAbsent { .. } | Self::Answer { .. } | Self::NotAnEngine { .. } => {
-                exit::ANSWER
-            }
+            Self::RouteAbsent { .. }
+            | Self::AdminPort { .. }
+            | Self::Answer { .. }
+            | Self::NotAnEngine { .. } => exit::ANSWER,
             Self::Output(_) | Self::FileWrite { .. } => exit::OUTPUT,
         }
     }

@@ -25,6 +25,8 @@ const REQUEST_MAX: Duration = Duration::from_secs(10);
 const PROBE_MAX: Duration = Duration::from_secs(3);
 /// Most bytes of an answer: 1,024 workers with all their figures take 8 MB.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// What an admin port says in its refusal of a route that it doesn't have.
+pub const ADMIN_PORT: &str = "the admin port";
 /// Most bytes of a key.
 const KEY_BYTES_MAX: usize = 64 * 1024;
 
@@ -182,6 +184,9 @@ impl RouterClient {
         match (status, text("code").as_str()) {
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => {
                 Err(Error::Refused { who, why })
+            }
+            (_, "route_unknown") if why.contains(ADMIN_PORT) => {
+                Err(Error::AdminPort { url: self.url.clone() })
             }
             (_, "route_unknown" | "method_not_allowed") => Err(self.route_absent_error(path).await),
             (StatusCode::NOT_FOUND, "") => Err(self.route_absent_error(path).await),

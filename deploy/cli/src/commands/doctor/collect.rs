@@ -22,7 +22,7 @@ use crate::{
     args::{AGENT_URL, DoctorArgs, TargetArgs},
     connect::{
         agent, is_loopback, normalize_url,
-        router::{self, RawAnswer, RouterClient},
+        router::{self, ADMIN_PORT, RawAnswer, RouterClient},
     },
     doctor::facts::{
         AgentFacts, CertificateFacts, Facts, ProcessFacts, Reach, RouterFacts, setting,
@@ -158,7 +158,7 @@ fn router_reach(answer: &RawAnswer, has_document: bool) -> Reach {
         }
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Reach::Refused(message),
         _ if has_document => Reach::Port,
-        _ if message.contains("admin port") => Reach::OtherPort("an admin port"),
+        _ if message.contains(ADMIN_PORT) => Reach::OtherPort("an admin port"),
         _ => Reach::OtherPort("another server than berth-router"),
     }
 }
