@@ -1,4 +1,4 @@
-//! Decides which worker gets a session's turn, or opens the session, and binds the session. Pure.
+//! Decides which worker gets a session's turn, and binds the session. Pure.
 //!
 //! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
 //! answer. `placement` compares the workers; this module gives it what is known of the session.
@@ -8,6 +8,8 @@
 //! concurrent first turns of a session get one worker. What else a decision needs are values and
 //! snapshots, so that it takes no lock.
 
+mod open;
+
 use std::time::Instant;
 
 use proto::{
@@ -15,16 +17,16 @@ use proto::{
     load::Retention,
 };
 
+pub(super) use self::open::{OpenDecision, decide_open};
 use super::request::{SessionIntent, Turn};
 use crate::{
     claims::{Claims, Wish},
     fleet::{
-        control::OpenRequest,
         snapshot::Snapshot,
         worker::{WorkerRef, WorkerState},
     },
     placement::{
-        self, NoWorker, PairUse, Placement, PlacementRequest, Reason, Sticky,
+        self, NoWorker, Placement, PlacementRequest, Reason, Sticky,
         affinity::{Affinity, Binding, TableFull},
         session_status::{self, SessionStatus},
     },
@@ -131,19 +133,6 @@ pub(super) struct SessionDecision {
     /// the session, or learns of it as of any other.
     pub(super) reopen_as: Option<Retention>,
     /// What to ask other routers before the turn is sent. `None` if they know the session.
-    pub(super) wish: Option<Wish>,
-}
-
-/// The worker chosen to open a session.
-#[derive(Debug)]
-pub(super) struct OpenDecision {
-    pub(super) worker: WorkerRef,
-    pub(super) reason: Reason,
-    /// Whether the session was open already.
-    pub(super) was_open: bool,
-    /// Whether another worker may open the session instead, because no worker has the session.
-    pub(super) can_move: bool,
-    /// What to ask other routers before the session is opened. `None` if they know the session.
     pub(super) wish: Option<Wish>,
 }
 
@@ -299,72 +288,6 @@ pub(super) fn decide_again(
         affinity.rebind(&intent.key, placement.worker);
     }
     Some((placement, wish))
-}
-
-/// Chooses the worker that opens a session, and binds the session to it, so that turns sent
-/// meanwhile go there too. The binding counts a running turn, which the caller must end.
-///
-/// `failed_worker` is the worker that has just failed to open the session. If it is set, the
-/// session is bound already, and the binding moves to another worker.
-///
-/// # Errors
-/// If the session is closing, if no worker can take it, or if the table is full.
-pub(super) fn decide_open(
-    affinity: &mut Affinity,
-    open_request: &OpenRequest,
-    failed_worker: Option<WorkerRef>,
-    view: &Snapshot,
-    now: Instant,
-) -> Result<OpenDecision, Error> {
-    let key = &open_request.key;
-    let binding = affinity.get(key, now);
-    let status = session_status::determine_status(key, view, binding, now);
-    let (bound_worker, was_open) = match status {
-        SessionStatus::Closing => return Err(Error::Closing),
-        SessionStatus::Unknown | SessionStatus::Lost { .. } => (None, false),
-        SessionStatus::Bound { worker, .. } => (Some(worker), false),
-        SessionStatus::Open { worker, .. } => (Some(worker), true),
-    };
-    let is_pinned = open_request.retention == Some(Retention::Pinned);
-    let sticky = bound_worker
-        .filter(|_| failed_worker.is_none())
-        .map(|worker| Sticky { fixed: was_open && is_pinned, ..Sticky::new(worker) });
-    let request = PlacementRequest {
-        digest: key.digest(),
-        expects_more_turns: true,
-        sticky,
-        prefer: None,
-        // An open has no prompt.
-        prompt: None,
-        retention: if was_open { None } else { open_request.retention },
-        model: None,
-        weights: None,
-        exclude: failed_worker,
-        pairs: PairUse::May,
-    };
-    let Placement { worker, reason, .. } = placement::place(&request, view, now)?;
-    let wish = wish(key, &status, binding, worker, view, now);
-    let wish = match failed_worker {
-        None => wish,
-        Some(failed_worker) => {
-            let generation = binding.and_then(|binding| binding.claimed?.generation);
-            let leaves = Some(failed_worker);
-            Some(Wish { key: key.clone(), wanted: worker, leaves, generation })
-                .filter(|_| Claims::are_needed(view))
-        }
-    };
-    match failed_worker {
-        None => {
-            affinity.begin_turn(key, worker, false, now)?;
-            // An unanswered turn can make the session busy, and an open must not.
-            affinity.record_answer(key);
-        }
-        Some(_) => affinity.rebind(key, worker),
-    }
-    if bound_worker.is_none() {
-        view.agent(worker).in_flight[worker.dp_rank as usize].count_open_request();
-    }
-    Ok(OpenDecision { worker, reason, was_open, can_move: bound_worker.is_none(), wish })
 }
 
 /// Places a turn on a worker of the agent that has its previous response.

@@ -1,0 +1,98 @@
+//! Decides which worker opens a session, and binds the session. Pure.
+//!
+//! A client opens a session without a turn, so there is no prompt to compare workers by. The parent
+//! module decides turns; `sessions` calls this one in the same step on the affinity table.
+
+use std::time::Instant;
+
+use proto::load::Retention;
+
+use super::{Error, wish};
+use crate::{
+    claims::{Claims, Wish},
+    fleet::{control::OpenRequest, snapshot::Snapshot, worker::WorkerRef},
+    placement::{
+        self, PairUse, Placement, PlacementRequest, Reason, Sticky,
+        affinity::Affinity,
+        session_status::{self, SessionStatus},
+    },
+};
+
+/// The worker chosen to open a session.
+#[derive(Debug)]
+pub(crate) struct OpenDecision {
+    pub(crate) worker: WorkerRef,
+    pub(crate) reason: Reason,
+    /// Whether the session was open already.
+    pub(crate) was_open: bool,
+    /// Whether another worker may open the session instead, because no worker has the session.
+    pub(crate) can_move: bool,
+    /// What to ask other routers before the session is opened. `None` if they know the session.
+    pub(crate) wish: Option<Wish>,
+}
+
+/// Chooses the worker that opens a session, and binds the session to it, so that turns sent
+/// meanwhile go there too. The binding counts a running turn, which the caller must end.
+///
+/// `failed_worker` is the worker that has just failed to open the session. If it is set, the
+/// session is bound already, and the binding moves to another worker.
+///
+/// # Errors
+/// If the session is closing, if no worker can take it, or if the table is full.
+pub(crate) fn decide_open(
+    affinity: &mut Affinity,
+    open_request: &OpenRequest,
+    failed_worker: Option<WorkerRef>,
+    view: &Snapshot,
+    now: Instant,
+) -> Result<OpenDecision, Error> {
+    let key = &open_request.key;
+    let binding = affinity.get(key, now);
+    let status = session_status::determine_status(key, view, binding, now);
+    let (bound_worker, was_open) = match status {
+        SessionStatus::Closing => return Err(Error::Closing),
+        SessionStatus::Unknown | SessionStatus::Lost { .. } => (None, false),
+        SessionStatus::Bound { worker, .. } => (Some(worker), false),
+        SessionStatus::Open { worker, .. } => (Some(worker), true),
+    };
+    let is_pinned = open_request.retention == Some(Retention::Pinned);
+    let sticky = bound_worker
+        .filter(|_| failed_worker.is_none())
+        .map(|worker| Sticky { fixed: was_open && is_pinned, ..Sticky::new(worker) });
+    let request = PlacementRequest {
+        digest: key.digest(),
+        expects_more_turns: true,
+        sticky,
+        prefer: None,
+        // An open has no prompt.
+        prompt: None,
+        retention: if was_open { None } else { open_request.retention },
+        model: None,
+        weights: None,
+        exclude: failed_worker,
+        pairs: PairUse::May,
+    };
+    let Placement { worker, reason, .. } = placement::place(&request, view, now)?;
+    let wish = wish(key, &status, binding, worker, view, now);
+    let wish = match failed_worker {
+        None => wish,
+        Some(failed_worker) => {
+            let generation = binding.and_then(|binding| binding.claimed?.generation);
+            let leaves = Some(failed_worker);
+            Some(Wish { key: key.clone(), wanted: worker, leaves, generation })
+                .filter(|_| Claims::are_needed(view))
+        }
+    };
+    match failed_worker {
+        None => {
+            affinity.begin_turn(key, worker, false, now)?;
+            // An unanswered turn can make the session busy, and an open must not.
+            affinity.record_answer(key);
+        }
+        Some(_) => affinity.rebind(key, worker),
+    }
+    if bound_worker.is_none() {
+        view.agent(worker).in_flight[worker.dp_rank as usize].count_open_request();
+    }
+    Ok(OpenDecision { worker, reason, was_open, can_move: bound_worker.is_none(), wish })
+}
