@@ -402,7 +402,7 @@ async fn pinned_sessions_never_take_the_last_row() {
 }
 
 #[tokio::test]
-async fn an_engine_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly() {
+async fn a_whole_history_under_which_the_engine_dies_may_be_sent_again() {
     let cluster = start(slow).await;
     let body = turn("hello there", 300);
     let mut sent = std::pin::pin!(generate(&cluster, None, &body));
@@ -415,7 +415,26 @@ async fn an_engine_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly() {
     }
     let answer = sent.await;
     assert_eq!(answer.refusal(), (502, "engine_broke_off".to_owned()));
-    assert_eq!(answer.header("retry-after"), "", "it may have run");
+    assert_eq!(answer.header("x-should-retry"), "true", "it has its whole history");
+}
+
+#[tokio::test]
+async fn a_delta_under_which_the_engine_dies_is_no_reason_to_repeat_it_blindly() {
+    let cluster = start(slow).await;
+    generate(&cluster, Some(&pinned("s")), &turn("hello", 1)).await;
+    let (claim, body) = (delta("s"), turn("hello there", 300));
+    let mut sent = std::pin::pin!(generate(&cluster, Some(&claim), &body));
+    let seen = eventually("the engine has the turn", || async {
+        (cluster.engine().bodies_seen("/generate").len() == 2).then_some(())
+    });
+    tokio::select! {
+        answer = &mut sent => panic!("answered too soon: {}", answer.text()),
+        () = seen => cluster.engine().kill(),
+    }
+    let answer = sent.await;
+    assert_eq!(answer.refusal(), (502, "engine_broke_off".to_owned()));
+    let again = ["x-should-retry", "retry-after"].map(|name| answer.header(name));
+    assert_eq!(again, ["false", ""], "it may have run");
 }
 
 #[tokio::test]

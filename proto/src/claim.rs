@@ -112,6 +112,13 @@ pub enum Error {
 }
 
 impl Claim {
+    /// Whether running the turn twice changes no more than running it once. A delta would be
+    /// appended twice, and what opens or closes a session has changed it.
+    #[must_use]
+    pub fn is_idempotent(&self) -> bool {
+        !(self.delta || self.open || self.close)
+    }
+
     /// Returns the claim of a plain turn of the session: a full history, and no wish to open or
     /// close the session or to choose its retention.
     #[must_use]

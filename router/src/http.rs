@@ -55,7 +55,8 @@ use axum::{
 use proto::route::{Kind, ROUTES, Route};
 use service::{
     auth::{admin_only_refusal, credential},
-    refusal::Refusal,
+    clock::now,
+    refusal::{Code, Refusal},
     server::HeldByAnswer,
 };
 
@@ -67,7 +68,7 @@ use crate::{
         self,
         access_log::AccessEntry,
         error::Limit,
-        shared::{Shared, StreamFlag},
+        shared::{Shared, TurnFlags},
         spans,
     },
 };
@@ -205,19 +206,19 @@ async fn serve_turn(
     let (mut parts, body) = request.into_parts();
     let (kind, trace) = (route.kind, spans::begin(&shared.traces, &mut parts, route));
     let (comment_interval, error_form) = (shared.waiting_comment, ErrorForm::new(&parts));
-    let wants_stream = StreamFlag::default();
-    let flag = wants_stream.clone();
+    let flags = TurnFlags::default();
+    let turn_flags = flags.clone();
     let turn = Box::pin(async move {
-        let answer = turn::run(Arc::clone(&shared), kind, &caller, parts, body, &flag).await;
+        let answer = turn::run(Arc::clone(&shared), kind, &caller, parts, body, &turn_flags).await;
         answer.map_err(|error| {
-            let refusal = counted(&shared, error.into());
+            let refusal = counted(&shared, error.into()).allow_repeat(turn_flags.is_idempotent());
             spans::refuse(&trace, refusal.code.as_str(), refusal.code.status().as_u16());
             refusal
         })
     });
     match comment_interval {
         None => turn.await.unwrap_or_else(Refusal::into_response),
-        Some(interval) => waiting::answer(turn, &wants_stream, interval, error_form).await,
+        Some(interval) => waiting::answer(turn, &flags, interval, error_form).await,
     }
 }
 
@@ -226,10 +227,16 @@ fn respond(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| counted(shared, refusal).into_response())
 }
 
-/// Counts a refusal. Only this function does.
+/// Counts a refusal, and says when to come again in an outage. Only this function counts.
 fn counted(shared: &Shared, refusal: Refusal) -> Refusal {
     shared.metrics.count_refusal(refusal.code);
-    refusal
+    match refusal.code {
+        Code::NoWorker | Code::NoPair | Code::WorkerUnreachable => {
+            let outage = shared.directory.view().newest_outage(now());
+            refusal.retry_in_outage(outage.unwrap_or_default())
+        }
+        _ => refusal,
+    }
 }
 
 async fn unknown_route(State(shared): SharedState) -> Response {

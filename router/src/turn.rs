@@ -108,7 +108,7 @@ use self::{
     reading::ReadTurn,
     recorder::{Observers, TurnRecorder},
     request::{SessionIntent, Turn},
-    shared::{Shared, StreamFlag},
+    shared::{Shared, TurnFlags},
     usage::TurnTokens,
 };
 use crate::{
@@ -120,15 +120,14 @@ use crate::{
     shares::{Refused, Sharer},
 };
 
-/// Runs one turn of `caller` and returns its answer. Sets `wants_stream` as soon as it knows that
-/// the answer is to be a stream.
+/// Runs one turn of `caller` and returns its answer. Sets `flags` as soon as the turn is read.
 pub(crate) async fn run(
     shared: Arc<Shared>,
     kind: Kind,
     caller: &Caller,
     mut parts: Parts,
     body: axum::body::Body,
-    wants_stream: &StreamFlag,
+    flags: &TurnFlags,
 ) -> Result<Response, Error> {
     let (observers, arrived_at) = (Observers::take_from(&mut parts.extensions), now());
     let deadline = arrived_at + shared.turn_max;
@@ -148,7 +147,7 @@ pub(crate) async fn run(
     let ReadTurn { mut turn, unfit, held_body, class } =
         timeout_at(deadline.into(), reading).await.map_err(|_| NoAnswer::TimedOut)??;
     sharer.class = class;
-    wants_stream.set(turn.wants_stream);
+    flags.set(turn.wants_stream, is_idempotent(&turn));
     responses::find_previous(&shared, &mut turn, principal).await?;
     let unsent = add_unsent(&shared, &turn, &parts.headers, principal);
     hinted::settle(&shared, caller, &mut turn, unfit).await?;
@@ -188,6 +187,13 @@ pub(crate) async fn run(
         observers,
     };
     Box::pin(send(&shared, &turn, &outbound, placed, capacity, &unsent)).await
+}
+
+/// Whether running the turn twice changes no more than running it once. A delta would be appended
+/// twice, and what opens or closes a session has changed it.
+fn is_idempotent(turn: &Turn) -> bool {
+    let changes = |it: &SessionIntent| it.is_delta || it.opens_session || it.closes_session;
+    !turn.session.as_ref().is_some_and(changes)
 }
 
 /// Reads the body of a turn, and counts its bytes.

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::Ordering;
 
-use http::Method;
+use http::{Method, StatusCode};
+use tests::web::Headers;
 
 use crate::{
     agent::Agent,
@@ -49,9 +50,35 @@ async fn no_get_opens_or_closes_a_session() {
 async fn an_agent_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly() {
     let mut a = Agent::start("a");
     let router = Router::start(&[&a]).await;
-    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Sudden).await;
+    let closes = [("x-berth-session-id", "s"), ("x-berth-session-final", "1")];
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Sudden, &closes).await;
     assert_eq!(answer.refusal(), (502, "worker_broke_off".to_owned()));
-    assert_eq!(answer.header("retry-after"), "", "it may have run");
+    let again = ["x-should-retry", "retry-after"].map(|name| answer.header(name));
+    assert_eq!(again, ["false", ""], "it may have run, and have closed the session");
+}
+
+#[tokio::test]
+async fn a_whole_history_under_which_the_agent_dies_may_be_sent_again() {
+    let mut a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    let in_session = [("x-berth-session-id", "s")];
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Sudden, &in_session).await;
+    assert_eq!(answer.refusal(), (502, "worker_broke_off".to_owned()));
+    assert_eq!(answer.header("x-should-retry"), "true");
+}
+
+#[tokio::test]
+async fn a_longer_outage_has_longer_waits() {
+    let mut a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    a.kill();
+    let wait_ms = async || {
+        let refused = router.chat(&[], "{}").await;
+        assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE, "{}", refused.text());
+        refused.header("retry-after-ms").parse::<u64>().unwrap()
+    };
+    assert!(wait_ms().await < 2_000, "a new outage may be short");
+    wait_until("a client is told to wait longer", async || wait_ms().await > 2_000).await;
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -63,8 +90,14 @@ enum Ending {
 
 /// Sends a turn to the first of these agents, which ends without an answer. Returns the client's
 /// answer.
-async fn turn_at_an_ending_agent(router: &Router, agent: &mut Agent, ending: Ending) -> Answer {
-    let turn = router.chat(&[("x-test-wait", "head")], "{}");
+async fn turn_at_an_ending_agent(
+    router: &Router,
+    agent: &mut Agent,
+    ending: Ending,
+    headers: Headers<'_>,
+) -> Answer {
+    let headers = [headers, &[("x-test-wait", "head")]].concat();
+    let turn = router.chat(&headers, "{}");
     tokio::pin!(turn);
     let received = wait_until("the agent has the turn", async || agent.turns().len() == 1);
     tokio::select! {
@@ -87,7 +120,7 @@ async fn turn_at_an_ending_agent(router: &Router, agent: &mut Agent, ending: End
 async fn a_turn_that_an_ending_agent_has_not_taken_may_be_sent_again() {
     let mut a = Agent::start("a");
     let router = Router::start(&[&a]).await;
-    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Planned).await;
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Planned, &[]).await;
     assert_eq!(answer.refusal(), (503, "worker_unreachable".to_owned()));
     assert_ne!(answer.header("retry-after"), "");
 }
@@ -100,6 +133,6 @@ async fn a_turn_that_an_ending_agent_has_not_taken_goes_to_another() {
     b.inner.used_tokens.store(9_000, Ordering::Relaxed);
     b.inner.release.add_permits(1);
     let router = Router::start(&[&a, &b]).await;
-    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Planned).await;
+    let answer = turn_at_an_ending_agent(&router, &mut a, Ending::Planned, &[]).await;
     assert_eq!((answer.status.as_u16(), b.turns().len()), (200, 1), "{}", answer.text());
 }

@@ -27,6 +27,11 @@ pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// The header that these libraries read before `Retry-After`: milliseconds.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
+/// The time after which to repeat a request of which a part may have run.
+const REPEAT_AFTER: Duration = Duration::from_secs(1);
+/// The longest time that a client is told to wait in an outage. The libraries heed up to a minute.
+const OUTAGE_WAIT_MAX: Duration = Duration::from_secs(30);
+
 /// A refusal made by Berth itself, never by the engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]
@@ -52,6 +57,26 @@ impl Refusal {
         let message = "the turn took longer than turn_ms_max and was aborted; send a shorter \
                        prompt, or raise the limit";
         Self::new(Code::TurnTimeout, message)
+    }
+
+    /// Lets the client send the request again, although a part of it may have run, if the request
+    /// `is_idempotent`: it has its whole history, and running twice changes no more than running
+    /// once. Clients do so by themselves.
+    #[must_use]
+    pub fn allow_repeat(mut self, is_idempotent: bool) -> Self {
+        if is_idempotent && self.code.repeat() == Repeat::AfterCheck {
+            self.retry_after = Some(REPEAT_AFTER);
+        }
+        self
+    }
+
+    /// Sets the time after which to retry during an outage that has lasted for `outage`: as long
+    /// again. So a client that repeats a few times sees the end of a short outage soon, and doesn't
+    /// give up in a longer one. Has no effect if the code says that a repetition is useless.
+    #[must_use]
+    pub fn retry_in_outage(self, outage: Duration) -> Self {
+        let least = self.retry_after.unwrap_or_default();
+        self.retry_after(outage.clamp(least, OUTAGE_WAIT_MAX.max(least)))
     }
 
     /// Sets the time after which the same request may succeed, where it is known exactly. Has no
@@ -111,7 +136,25 @@ mod tests {
         let response = exact.into_response();
         assert_eq!(response.headers()[header::RETRY_AFTER], "5");
         assert_eq!(response.headers()[RETRY_AFTER_MS], "4100");
+        let outage = |seconds| {
+            let lasts = Duration::from_secs_f64(seconds);
+            let refusal = Refusal::new(Code::NoWorker, "").retry_in_outage(lasts);
+            refusal.into_response().headers()[RETRY_AFTER_MS].to_str().unwrap().to_owned()
+        };
+        let waits = [0.0, 1.0, 2.5, 20.0, 3_600.0].map(outage);
+        assert_eq!(waits, ["1000", "1000", "2500", "20000", "30000"]);
         let useless = Refusal::new(Code::ModelNotFound, "").retry_after(Duration::from_secs(9));
         assert!(!useless.into_response().headers().contains_key(header::RETRY_AFTER));
+    }
+
+    #[test]
+    fn what_may_have_run_is_repeated_if_that_does_no_harm() {
+        let repeated = |code, is_idempotent| {
+            let response = Refusal::new(code, "").allow_repeat(is_idempotent).into_response();
+            response.headers()[SHOULD_RETRY] == "true"
+        };
+        assert!(repeated(Code::WorkerBrokeOff, true) && repeated(Code::TurnTimeout, true));
+        assert!(!repeated(Code::WorkerBrokeOff, false), "a delta would be appended twice");
+        assert!(!repeated(Code::ModelNotFound, true), "it fails again");
     }
 }

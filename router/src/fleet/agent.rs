@@ -48,6 +48,9 @@ pub struct Agent {
     pub report: Option<(Arc<LoadReport>, Instant)>,
     /// Whether the newest load report said that the agent drains. Kept when the connection is lost.
     pub was_draining: bool,
+    /// Since when the agent's workers can't take turns. `None` if they can, or if it was never
+    /// heard.
+    pub unusable_since: Option<Instant>,
     /// When the last message of any kind arrived from the agent.
     pub heard_at: Option<Instant>,
     /// The failure of a turn to connect to the agent's data port. `None` if there was none, or if
@@ -125,6 +128,7 @@ impl Agent {
             facts: None,
             report: None,
             was_draining: false,
+            unusable_since: None,
             heard_at: None,
             data_port_failure: None,
             in_flight: vec![],
@@ -202,6 +206,13 @@ impl Agent {
             (Link::Up, Some((report, _))) if report.held.is_some() => WorkerState::Held,
             (Link::Up, Some(_)) => WorkerState::Fresh,
         }
+    }
+
+    /// Notes since when the agent's workers can't take turns, after a change at `now`.
+    pub(super) fn note_usability(&mut self, now: Instant) {
+        let is_known = self.link != Link::Dialing;
+        let is_unusable = is_known && !self.state_ignoring_silence().is_usable();
+        self.unusable_since = is_unusable.then(|| self.unusable_since.unwrap_or(now));
     }
 
     /// Returns which part of a turn the engine runs. An agent that was never heard counts as one of

@@ -212,6 +212,14 @@ impl Snapshot {
             || with_role(EngineRole::Prefill).any(forms_pair)
     }
 
+    /// Returns for how long the agent that has failed last can't take turns. `None` if all can. If
+    /// no worker takes a turn, the outage has lasted so long.
+    #[must_use]
+    pub fn newest_outage(&self, now: Instant) -> Option<Duration> {
+        let since = self.known_agents().filter_map(|(_, agent)| agent.unusable_since).max()?;
+        Some(now.saturating_duration_since(since))
+    }
+
     /// Whether any worker runs only a part of each turn.
     #[must_use]
     pub fn has_pairs(&self) -> bool {

@@ -216,7 +216,9 @@ impl State {
                 return None;
             }
         };
-        self.agent_mut(agent_index).heard_at = Some(now);
+        let agent = self.agent_mut(agent_index);
+        agent.heard_at = Some(now);
+        agent.note_usability(now);
         self.update_rows(agent_index);
         if let Some(demands) = self.forecast.forecast_if_due(self.view.agents.len(), now) {
             self.view.reuse_demands = Arc::new(demands);
@@ -247,6 +249,7 @@ impl State {
         // The load report belongs to the stream that ended. A new stream brings a new one.
         agent.report = None;
         agent.data_port_failure = None;
+        agent.note_usability(now);
         self.update_rows(agent_index);
         #[cfg(debug_assertions)]
         self.check_invariants();

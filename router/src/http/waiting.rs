@@ -30,7 +30,7 @@ use tracing::debug;
 
 use crate::turn::{
     proxy::{WAITING_COMMENT, is_event_stream},
-    shared::StreamFlag,
+    shared::TurnFlags,
 };
 
 /// The longest error of an engine that is put into a stream, in bytes. The engine's own errors have
@@ -57,18 +57,18 @@ impl ErrorForm {
     }
 }
 
-/// Waits for a turn and returns its answer. If the turn waits for `interval` and `wants_stream` is
-/// set, returns the head of a stream, whose body waits on.
+/// Waits for a turn and returns its answer. If the turn waits for `interval` and is
+/// to be a stream, returns the head of a stream, whose body waits on.
 pub(super) async fn answer(
     mut turn: RunningTurn,
-    wants_stream: &StreamFlag,
+    flags: &TurnFlags,
     interval: Duration,
     form: ErrorForm,
 ) -> Response {
     loop {
         match tokio::time::timeout(interval, &mut turn).await {
             Ok(answer) => return answer.unwrap_or_else(Refusal::into_response),
-            Err(_) if wants_stream.is_set() => break,
+            Err(_) if flags.wants_stream() => break,
             // Only a stream can have comments. A body that still arrives may ask for one.
             Err(_) => {}
         }
@@ -203,9 +203,9 @@ mod tests {
         (give, Box::pin(async move { answer.await.expect("the test gives one") }), form)
     }
 
-    fn stream_flag() -> StreamFlag {
-        let flag = StreamFlag::default();
-        flag.set(true);
+    fn stream_flag() -> TurnFlags {
+        let flag = TurnFlags::default();
+        flag.set(true, false);
         flag
     }
 
@@ -263,7 +263,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_answer_that_is_no_stream_waits_without_a_head() {
         let (give, turn, form) = turn("/v1/chat/completions");
-        let flag = StreamFlag::default();
+        let flag = TurnFlags::default();
         let answer = answer(turn, &flag, INTERVAL, form);
         tokio::pin!(answer);
         assert!(tokio::time::timeout(INTERVAL * 5, &mut answer).await.is_err());

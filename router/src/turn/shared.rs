@@ -29,17 +29,25 @@ use crate::{
     shares::Shares,
 };
 
-/// Whether a turn's client asked for a stream. It isn't set before the body was read.
+/// What is known of a turn once its body was read, for who answers its client. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct StreamFlag(Arc<AtomicBool>);
+pub(crate) struct TurnFlags(Arc<[AtomicBool; 2]>);
 
-impl StreamFlag {
-    pub(crate) fn set(&self, wants_stream: bool) {
-        self.0.store(wants_stream, Ordering::Relaxed);
+impl TurnFlags {
+    pub(crate) fn set(&self, wants_stream: bool, is_idempotent: bool) {
+        let [stream, idempotent] = &*self.0;
+        stream.store(wants_stream, Ordering::Relaxed);
+        idempotent.store(is_idempotent, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+    /// Whether the turn's client asked for a stream.
+    pub(crate) fn wants_stream(&self) -> bool {
+        self.0[0].load(Ordering::Relaxed)
+    }
+
+    /// Whether running the turn twice changes no more than running it once.
+    pub(crate) fn is_idempotent(&self) -> bool {
+        self.0[1].load(Ordering::Relaxed)
     }
 }
 

@@ -6,6 +6,7 @@
 
 use service::{
     descriptors,
+    clock::now,
     refusal::{Code, Refusal},
 };
 use tracing::warn;
@@ -55,7 +56,10 @@ pub fn refusal(error: &owner::Error) -> Refusal {
             E::OutOfRoom { resource, wait: None, .. } => *resource,
             E::NoRank(_) => Code::NoRank,
         },
-        owner::Error::EngineDown(_) => Code::EngineDown,
+        owner::Error::EngineDown { since, .. } => {
+            let outage = now().saturating_duration_since(*since);
+            return Refusal::new(Code::EngineDown, error.to_string()).retry_in_outage(outage);
+        }
         owner::Error::Stopping => Code::Stopping,
         owner::Error::EngineBusy => Code::EngineBusy,
     };

@@ -171,10 +171,10 @@ async fn serve_as(
 ) -> Result<Response, Refusal> {
     let (mut request_head, body) = request.into_parts();
     if !route.kind.is_turn() {
-        return pass_through(context, &request_head, body).await;
+        let passed = pass_through(context, &request_head, body).await;
+        return passed.map_err(|refusal| refusal.allow_repeat(true));
     }
-    let headers = &mut request_head.headers;
-    let trace = spans::begin(&context.traces, headers, route.path, span_name);
+    let trace = spans::begin(&context.traces, &mut request_head.headers, route.path, span_name);
     let serving = Box::pin(serve_turn(context, route, request_head, body, trace.clone()));
     serving.await.inspect_err(|refusal| spans::refuse(&trace, refusal))
 }
@@ -190,7 +190,7 @@ async fn serve_turn(
     check_encoding(&request_head.headers)?;
     let bootstrap = Bootstrap::from_headers(&request_head.headers)
         .map_err(|error| Refusal::new(Code::Claim, error.to_string()))?;
-    let ClaimedTurn { lease, principal, in_session, resident_tokens, hints } =
+    let ClaimedTurn { lease, principal, in_session, resident_tokens, hints, is_idempotent } =
         claim_turn(context, &request_head.headers, route.kind).await?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
@@ -205,7 +205,7 @@ async fn serve_turn(
     };
     let reading = parse_body(&context.reading, &principal, body_context, &held_body.bytes);
     let read = tokio::time::timeout(context.turn_time_max, reading).await;
-    let mut parsed = read.map_err(|_| Refusal::turn_timeout())??;
+    let mut parsed = read.map_err(|_| Refusal::turn_timeout().allow_repeat(is_idempotent))??;
     parsed.apply_hints(hints, lease.priority_order);
     parsed.apply_bootstrap(bootstrap);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
@@ -224,6 +224,7 @@ async fn serve_turn(
     ReadTurn { route, request_head, parsed, held_body, lease, running, trace }
         .run_at_engine(context, admitted)
         .await
+        .map_err(|refusal| refusal.allow_repeat(is_idempotent))
 }
 
 /// A turn whose body was read.
@@ -344,6 +345,8 @@ struct ClaimedTurn {
 
 /// Claims the turn's session before its body is read, so no other turn of the session can start
 /// during a slow upload. A turn that its session can't queue is refused at once.
+    /// See [`Claim::is_idempotent`].
+    is_idempotent: bool,
 async fn claim_turn(
     context: &TurnContext,
     headers: &HeaderMap,
@@ -360,13 +363,14 @@ async fn claim_turn(
         .agent
         .claim(principal.clone(), claim, hints.session, requested_dp_rank, route_turns(kind))
         .await;
+    let is_idempotent = claim.as_ref().is_none_or(|(claim, _)| claim.is_idempotent());
     let mut lease = claim_result.map_err(|error| refusal(&error))?;
     let session_left_out = lease.session_left_out.take();
     let in_session = has_claim && session_left_out.is_none();
     if let Some(error) = session_left_out {
         context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
     }
-    Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints })
+    Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints, is_idempotent })
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads the headers

@@ -10,6 +10,7 @@ use std::{
 };
 
 use proto::load::EngineRole;
+use service::clock::now;
 use tracing::{error, info, warn};
 
 use super::Error;
@@ -26,6 +27,8 @@ pub(super) struct EngineState {
     served_model: Option<Arc<str>>,
     /// Why the engine can't take turns; `None` while it can.
     down_reason: Option<String>,
+    /// Since when the engine can't take turns, if it can't.
+    down_since: Instant,
     /// Why a prefill engine can hand over no KV; `None` while it can, and for other engines.
     bootstrap_reason: Option<String>,
     /// Why the engine makes no progress; `None` while it does.
@@ -47,6 +50,7 @@ impl EngineState {
             info: None,
             served_model: None,
             down_reason: Some("the engine has not answered yet".to_owned()),
+            down_since: now(),
             bootstrap_reason: None,
             stuck_reason: None,
             stall_detector: StallDetector::default(),
@@ -91,7 +95,8 @@ impl EngineState {
 
     /// Refuses a request while the engine is down.
     pub(super) fn check_up(&self) -> Result<(), Error> {
-        self.down_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineDown(reason)))
+        let error = |reason| Error::EngineDown { reason, since: self.down_since };
+        self.down_reason.clone().map_or(Ok(()), |reason| Err(error(reason)))
     }
 
     /// Notes that the engine answers with this description.
@@ -138,7 +143,10 @@ impl EngineState {
     /// Notes that the engine can't take turns.
     pub(super) fn set_down(&mut self, reason: String, has_process_ended: bool) {
         match &self.down_reason {
-            None => error!(reason, gone = has_process_ended, "engine down"),
+            None => {
+                error!(reason, gone = has_process_ended, "engine down");
+                self.down_since = now();
+            }
             // The engine is polled twice a second, mostly with the same failure. Only a new reason
             // is logged.
             Some(last_reason) if *last_reason != reason => {

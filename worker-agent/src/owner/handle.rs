@@ -41,9 +41,14 @@ pub enum Error {
     /// The session table refuses the request.
     #[error(transparent)]
     Session(#[from] session::Error),
-    /// The engine can't take turns now. The text is the reason.
-    #[error("the engine can't be used: {0}")]
-    EngineDown(String),
+    /// The engine can't take turns now.
+    #[error("the engine can't be used: {reason}")]
+    EngineDown {
+        /// Why.
+        reason: String,
+        /// Since when.
+        since: Instant,
+    },
     /// The agent is shutting down.
     #[error("this agent is shutting down; use another worker")]
     Stopping,

@@ -296,7 +296,7 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
         Code::EngineBrokeOff,
         (
             AGENT,
-            "an_engine_that_dies_under_a_turn_is_no_reason_to_repeat_it_blindly",
+            "a_delta_under_which_the_engine_dies_is_no_reason_to_repeat_it_blindly",
             "engine_broke_off",
         ),
     ),
