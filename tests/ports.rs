@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use http::Method;
 use http_body_util::BodyExt as _;
 use proto::v1::{self, worker_agent_client::WorkerAgentClient};
 use serde_json::Value;
@@ -45,6 +46,11 @@ struct AgentProcess {
 impl AgentProcess {
     /// Starts an agent beside an engine, with at most this many file descriptors.
     async fn start(engine: &EngineSim, descriptors: u32) -> Self {
+        Self::start_with(engine, descriptors, &[]).await
+    }
+
+    /// Starts an agent with these variables in its environment.
+    async fn start_with(engine: &EngineSim, descriptors: u32, variables: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("agent.toml");
         let state_dir = folder.path().join("state");
@@ -60,6 +66,7 @@ impl AgentProcess {
         for port in ["--data-addr", "--control-addr", "--admin-addr"] {
             command.args([port, "127.0.0.1:0"]);
         }
+        command.envs(variables.iter().copied());
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let log = child.stderr.take().unwrap();
         let started = tokio::task::spawn_blocking(move || started_line(log)).await.unwrap();
@@ -318,4 +325,26 @@ async fn watchers_that_do_not_read_cost_an_agent_little_memory() {
     let watched_bytes = agent.rss_bytes();
     let watchers_bytes = watched_bytes.saturating_sub(alone_bytes);
     assert!(watchers_bytes <= WATCHERS_BYTES_MAX, "{watchers_bytes} bytes for the watchers");
+}
+
+#[tokio::test]
+async fn an_engine_that_wants_a_key_gets_its_clients_and_a_refusal_says_why_not() {
+    let config = Config { api_key: Some("right".to_owned()), ..Config::default() };
+    let engine = EngineSim::start_local(config).await.unwrap();
+    let agent = AgentProcess::start_with(&engine, 4096, &[("BERTH_ENGINE_API_KEY", "right")]).await;
+    let cluster = agent.cluster(engine).await;
+    let body = text_turn("hello", 1);
+    let with_key = [("authorization", "Bearer right")];
+    let served = cluster.post("/generate", &with_key, &body).await;
+    assert_eq!(served.status, 200, "{}", served.text());
+    for headers in [&[][..], &[("authorization", "Bearer wrong")]] {
+        for path in ["/generate", "/v1/models"] {
+            let method = if path == "/generate" { Method::POST } else { Method::GET };
+            let refused = cluster.request(method, path, headers, body.to_string()).await;
+            assert_eq!(refused.refusal(), (401, "engine_key".to_owned()), "{}", refused.text());
+            assert!(refused.text().contains("auth.token_file"), "{}", refused.text());
+        }
+    }
+    let served = cluster.post("/generate", &with_key, &body).await;
+    assert_eq!(served.status, 200, "the refused turns have ended: {}", served.text());
 }

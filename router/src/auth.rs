@@ -1,9 +1,9 @@
 //! Finds out who sends a request: its *caller*, by the credential in its headers.
 //!
 //! `http` asks [`Authenticator::resolve`] once for each request, before anything else. Then it
-//! removes the credential, so that no later step and no agent can see it, and hands on the
-//! [`Caller`]. A caller's *principal* names its sessions and its share of the fleet. It is the name
-//! of the caller's key, so a new secret for the same name keeps the sessions.
+//! removes the credential that it has checked, so that no later step and no agent can see it, and
+//! hands on the [`Caller`]. A caller's *principal* names its sessions and its share of the fleet.
+//! It is the name of the caller's key, so a new secret for the same name keeps the sessions.
 //!
 //! - [`jwt`]: checks tokens of an identity provider. Pure.
 //! - [`jwks`]: gets the identity provider's public keys.
@@ -72,6 +72,8 @@ pub struct Authenticator {
     tokens: Option<(TokenChecker, JwksStore)>,
     /// The caller of every request, if no credential is needed.
     anonymous: Option<Caller>,
+    /// Whether the router proves itself to agents, which then add the engine's key to its turns.
+    is_known_to_agents: bool,
 }
 
 impl Authenticator {
@@ -81,11 +83,14 @@ impl Authenticator {
     /// Without both it checks nothing, for a data port that is bound to `address`. All requests
     /// have the same caller. It may use the admin routes only if nobody but this host reaches the
     /// port: on a laptop, there is no other operator to protect.
+    ///
+    /// `is_known_to_agents`: whether the router proves itself to agents.
     #[must_use]
     pub fn new(
         keys: Option<Reloaded<KeySet>>,
         tokens: Option<(JwtTable, JwksStore)>,
         address: IpAddr,
+        is_known_to_agents: bool,
     ) -> Self {
         let anonymous = (keys.is_none() && tokens.is_none()).then(|| Caller {
             principal: id::ANONYMOUS.into(),
@@ -94,13 +99,19 @@ impl Authenticator {
             announce: Arc::default(),
         });
         let tokens = tokens.map(|(settings, store)| (TokenChecker::new(settings), store));
-        Self { keys, tokens, anonymous }
+        Self { keys, tokens, anonymous, is_known_to_agents }
     }
 
     /// Whether no credential is needed.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.anonymous.is_some()
+    }
+
+    /// Whether the credential of a request goes on to the agent: nobody but the engine can want it.
+    #[must_use]
+    pub fn passes_credentials(&self) -> bool {
+        self.is_open() && !self.is_known_to_agents
     }
 
     /// Returns the caller of a request with these headers.

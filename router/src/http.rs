@@ -151,7 +151,8 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
 }
 
 /// Finds out who sends a request, and removes the credential from it. So neither a later step nor
-/// an agent can see the credential.
+/// an agent can see the credential. Where neither router nor agent needs one, it can only be the
+/// engine's, and goes there.
 async fn identify_caller(State(shared): SharedState, mut request: Request, next: Next) -> Response {
     if health::is_health_path(request.uri().path()) {
         return next.run(request).await;
@@ -170,7 +171,9 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
                     return respond(&shared, Err(error.into()));
                 }
             };
-            credential::remove(request.headers_mut());
+            if !shared.auth.passes_credentials() {
+                credential::remove(request.headers_mut());
+            }
             if let Some(entry) = request.extensions().get::<Arc<AccessEntry>>() {
                 entry.set_principal(&caller.principal);
             }

@@ -181,7 +181,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
     let tokens = follow_tokens(&config, registry, &file_metrics, &tasks)?;
-    let auth = Authenticator::new(keys.clone(), tokens, data_ip);
+    let is_known_to_agents = config.agents.proves_itself();
+    let auth = Authenticator::new(keys.clone(), tokens, data_ip, is_known_to_agents);
     log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);

@@ -71,6 +71,12 @@ impl AgentsTable {
     pub fn token_file(&self) -> Option<PathBuf> {
         path_if_set(&self.token_file)
     }
+
+    /// Whether the router proves to agents that it is one.
+    #[must_use]
+    pub fn proves_itself(&self) -> bool {
+        path_if_set(&self.token_file).or(path_if_set(&self.cert)).is_some()
+    }
 }
 
 /// Adds the problems of both tables.

@@ -210,9 +210,9 @@ impl Exchange {
         }
     }
 
-    /// Reads the engine's own answer to a turn that the shim refuses. The caller then sends the
-    /// refusal to the client, and the session is free for the client's next turn. If the engine
-    /// doesn't end the turn in time, the turn is aborted like that of a disconnected client.
+    /// Reads the engine's own answer to a turn that the shim or the engine refuses. The caller then
+    /// sends the refusal to the client, and the session is free for the client's next turn. If the
+    /// engine doesn't end the turn in time, the turn is aborted like that of a disconnected client.
     pub(super) async fn finish_refused(mut self) {
         self.is_refused_by_shim = true;
         let read_to_end = async {

@@ -4,13 +4,15 @@
 //! their errors here, and the control port uses the codes for its gRPC errors. The errors
 //! themselves come from [`crate::owner`] and from the HTTP client; this module decides nothing.
 
+use http::StatusCode;
 use service::{
-    descriptors,
     clock::now,
+    descriptors,
     refusal::{Code, Refusal},
 };
 use tracing::warn;
 
+use super::router_auth::Caller;
 use crate::{owner, session};
 
 /// Maps an error of the owner task, which admits turns, to a refusal. The control port uses this
@@ -81,6 +83,27 @@ pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> R
     let message = "the engine closed the connection before its answer began; the turn may have \
                    run, so check before you send it again";
     Refusal::new(Code::EngineBrokeOff, message)
+}
+
+/// Returns the refusal in place of an engine's answer with this status, if the engine refuses the
+/// credential with which `caller`'s request reached it. The engine's own words don't say whose
+/// credential that was.
+pub(super) fn engine_key_refusal(status: StatusCode, caller: Caller) -> Option<Refusal> {
+    if status != StatusCode::UNAUTHORIZED {
+        return None;
+    }
+    let message = match caller {
+        Caller::Router => {
+            "the engine refuses the agent's key; an operator sets the agent's BERTH_ENGINE_API_KEY \
+             to the engine's --api-key"
+        }
+        Caller::Local => {
+            "the engine wants its API key, and this agent adds it only for routers that prove \
+             themselves; an operator sets auth.token_file of the agent and agents.token_file of \
+             the router, or send the engine's key to a router that has no keys itself"
+        }
+    };
+    Some(Refusal::new(Code::EngineKey, message))
 }
 
 #[cfg(test)]

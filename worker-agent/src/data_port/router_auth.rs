@@ -35,6 +35,13 @@ pub enum Caller {
     Local,
 }
 
+impl Caller {
+    /// Returns who sent a request. Who isn't noted is trusted with nothing.
+    pub(super) fn of(request_head: &http::request::Parts) -> Self {
+        request_head.extensions.get().copied().unwrap_or(Self::Local)
+    }
+}
+
 /// What proves that a caller is a router. Clones share it.
 #[derive(Debug, Clone)]
 pub struct RouterAuth {

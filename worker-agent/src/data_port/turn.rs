@@ -42,7 +42,7 @@ use super::{
     aborts::{self, AgentTurn, AgentTurns},
     body_parts::BodyParts,
     exchange::Exchange,
-    refusals::{connection_refusal, refusal},
+    refusals::{connection_refusal, engine_key_refusal, refusal},
     request::{self, BodyContext, ParsedRequest},
     route_features::route_turns,
     router_auth::{Caller, RouterAuth},
@@ -280,6 +280,10 @@ impl ReadTurn {
         let answer_head = exchange.wait_for_head().await;
         drop(engine_span);
         let answer_head = answer_head?;
+        if let Some(refusal) = engine_key_refusal(answer_head.status, Caller::of(&request_head)) {
+            exchange.finish_refused().await;
+            return Err(refusal);
+        }
         if let Some(refusal) = overtaken_refusal(context, &turn) {
             return Err(refusal);
         }
@@ -341,12 +345,12 @@ struct ClaimedTurn {
     in_session: bool,
     resident_tokens: u64,
     hints: TurnHints,
+    /// See [`Claim::is_idempotent`].
+    is_idempotent: bool,
 }
 
 /// Claims the turn's session before its body is read, so no other turn of the session can start
 /// during a slow upload. A turn that its session can't queue is refused at once.
-    /// See [`Claim::is_idempotent`].
-    is_idempotent: bool,
 async fn claim_turn(
     context: &TurnContext,
     headers: &HeaderMap,
@@ -359,11 +363,11 @@ async fn claim_turn(
     let resident_tokens = claim::resident_tokens(headers).map_err(claim_refusal)?;
     let hints = TurnHints::from_headers(headers);
     let has_claim = claim.is_some();
+    let is_idempotent = claim.as_ref().is_none_or(|(claim, _)| claim.is_idempotent());
     let claim_result = context
         .agent
         .claim(principal.clone(), claim, hints.session, requested_dp_rank, route_turns(kind))
         .await;
-    let is_idempotent = claim.as_ref().is_none_or(|(claim, _)| claim.is_idempotent());
     let mut lease = claim_result.map_err(|error| refusal(&error))?;
     let session_left_out = lease.session_left_out.take();
     let in_session = has_claim && session_left_out.is_none();
@@ -439,7 +443,10 @@ pub(super) async fn pass_through(
         .map_err(|_| Refusal::turn_timeout())?
         .map_err(|error| connection_refusal(&error))?;
     let (head, body) = response.into_parts();
-    Ok(Response::from_parts(response_head(head), Body::new(body)))
+    match engine_key_refusal(head.status, Caller::of(request_head)) {
+        Some(refusal) => Err(refusal),
+        None => Ok(Response::from_parts(response_head(head), Body::new(body))),
+    }
 }
 
 fn engine_request(
@@ -455,9 +462,7 @@ fn engine_request(
     strip_request(headers);
     // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
-    // Without a note of `router_auth`, the caller is trusted with nothing.
-    let caller = request_head.extensions.get().copied().unwrap_or(Caller::Local);
-    set_credential(context, caller, headers);
+    set_credential(context, Caller::of(request_head), headers);
     outgoing
 }
 

@@ -159,6 +159,10 @@ const PLANTS: &[(&str, Plant)] = &[
     ("tokenizer-differs", |f| f.agents[1].tokenizer = Some(Some(vec![8]))),
     ("no-tokenizer", |f| f.agents[1].tokenizer = Some(None)),
     ("engine-unreadable", |f| f.agents[1].engine = Some(Err("status 401".into()))),
+    ("engine-key-unsent", |f| {
+        let Some(Ok(engine)) = &mut f.agents[0].engine else { panic!("it is known") };
+        engine["api_key"] = "k".into();
+    }),
     ("engine-streaming-off", |f| worker_of(f).retentions = vec!["tagged".into(), "none".into()]),
     ("engine-radix-off", |f| worker_of(f).retentions = vec!["pinned".into(), "none".into()]),
     ("engine-streaming-off", |f| {

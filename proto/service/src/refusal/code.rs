@@ -33,6 +33,10 @@ codes! {
         AnnounceForbidden "announce_forbidden" FORBIDDEN Router AfterChange,
             "the key may not announce this agent at this address, or the router takes none",
             "name the agent's id and address in the key's right `announce`";
+        EngineKey "engine_key" UNAUTHORIZED Agent AfterChange,
+            "the engine wants its `--api-key`, and got none or another",
+            "an operator gives the agent `BERTH_ENGINE_API_KEY`, and agent and router a \
+             [token](certificates.md); or send the engine's key to a router without keys";
         NotARouter "not_a_router" UNAUTHORIZED Agent AfterChange,
             "the agent serves routers only",
             "send the request to a router; an operator gives the router a token of this agent";

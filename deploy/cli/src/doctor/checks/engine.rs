@@ -21,6 +21,12 @@ pub const CHECKS: &[Check] = &[
         find: find_unreadable,
     },
     Check {
+        id: "engine-key-unsent",
+        severity: Severity::Fault,
+        why: "every turn gets 401 from the engine: nobody sends it the key",
+        find: find_unsent_keys,
+    },
+    Check {
         id: "engine-streaming-off",
         severity: Severity::Warning,
         why: flags::STREAMING_SESSION.why,
@@ -100,6 +106,34 @@ fn find_unreadable(facts: &Facts) -> Vec<Place> {
             let fix = "agent.toml: engine.url = \"http://127.0.0.1:PORT\" of the engine, and its \
                        --api-key in BERTH_ENGINE_API_KEY";
             Some(Place::new(&agent.url, what, fix))
+        })
+        .collect()
+}
+
+/// Finds agents that don't add their engine's key, because their routers aren't authenticated,
+/// where the routers remove the clients' own keys.
+fn find_unsent_keys(facts: &Facts) -> Vec<Place> {
+    let is_set = |settings: &Value, name: &str| {
+        setting(settings, name).as_str().is_some_and(|text| !text.is_empty())
+    };
+    let has_keys =
+        |settings: &Value| is_set(settings, "auth.keys_file") || is_set(settings, "auth.jwt.jwks");
+    let removes_keys = facts.routers.iter().any(|it| it.settings.as_ref().is_some_and(has_keys));
+    facts
+        .agents
+        .iter()
+        .filter(|_| removes_keys)
+        .filter_map(|agent| {
+            let (Some(Ok(engine)), Some(settings)) = (&agent.engine, &agent.settings) else {
+                return None;
+            };
+            let knows_routers =
+                is_set(settings, "auth.token_file") || is_set(settings, "tls.client_ca");
+            let what = "its engine has an --api-key, which the agent adds only for routers that \
+                        prove themselves";
+            let fix = "agent.toml: auth.token_file; router.toml: agents.token_file, with the same \
+                       token";
+            (is_set(engine, "api_key") && !knows_routers).then(|| Place::new(&agent.url, what, fix))
         })
         .collect()
 }

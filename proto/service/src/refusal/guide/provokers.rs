@@ -149,6 +149,14 @@ pub(super) const PROVOKERS: &[(Code, Provoker)] = &[
             "Error::HasHistory",
         ),
     ),
+    (
+        Code::EngineKey,
+        (
+            "tests/ports.rs",
+            "an_engine_that_wants_a_key_gets_its_clients_and_a_refusal_says_why_not",
+            "engine_key",
+        ),
+    ),
     (Code::SessionExists, (LIFECYCLE, "sglangs_own_routes_keep_its_shape", "session_exists")),
     (
         Code::TurnBeforeFailed,
