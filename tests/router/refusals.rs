@@ -81,6 +81,35 @@ async fn a_longer_outage_has_longer_waits() {
     wait_until("a client is told to wait longer", async || wait_ms().await > 2_000).await;
 }
 
+#[tokio::test]
+async fn a_head_is_answered_as_the_get_is_and_the_probe_of_claude_code_too() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    for path in ["/v1/models", "/v1/sessions", "/", "/health"] {
+        let [head, get] =
+            [Method::HEAD, Method::GET].map(|method| router.call(method, path, &[], ""));
+        let (head, get) = tokio::join!(head, get);
+        assert_eq!((head.status, get.status), (StatusCode::OK, StatusCode::OK), "{path}");
+        assert_eq!(head.text(), "", "{path}");
+    }
+    let absent = router.call(Method::HEAD, "/nothing", &[], "").await;
+    assert_eq!(absent.status, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn functions_of_openai_s_that_no_engine_has_are_no_routes() {
+    let a = Agent::start("a");
+    let router = Router::start(&[&a]).await;
+    for path in ["/v1/responses/compact", "/v1/responses/input_tokens"] {
+        let absent = router.call(Method::POST, path, &[], "{}").await;
+        assert_eq!(absent.refusal(), (404, "route_unknown".to_owned()), "{path}");
+    }
+    let body = r#"{"model":"m","input":"hi","previous_response_id":"resp_1"}"#;
+    let unknown = router.call(Method::POST, "/v1/responses", &[], body).await;
+    assert_eq!(unknown.refusal(), (404, "response_unknown".to_owned()));
+    assert!(unknown.text().contains("--enable-response-store"), "{}", unknown.text());
+}
+
 #[derive(Debug, PartialEq, Eq)]
 enum Ending {
     /// The agent reports that it ends, before it does.

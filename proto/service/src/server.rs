@@ -10,10 +10,10 @@
 //! - the memory of answers that wait for slow clients, and how slow a client may be; see
 //!   `read_ahead` and `drain`.
 //!
-//! Each request has an id (see `request_id`). A refusal gets the form of the API that its path
-//! belongs to. When the process stops, connections finish their running requests. The size of
-//! bodies is limited in `budget`, and the number of turns by the routes in `app`. With
-//! certificates, the port speaks TLS and nothing else.
+//! Each request has an id (see `request_id`). HEAD is answered as GET is, without the body. A
+//! refusal gets the form of the API that its path belongs to. When the process stops, connections
+//! finish their running requests. The size of bodies is limited in `budget`, and the number of
+//! turns by the routes in `app`. With certificates, the port speaks TLS and nothing else.
 
 mod connections;
 mod drain;
@@ -40,7 +40,7 @@ use std::{
 };
 
 use axum::{Router, body::Body, response::IntoResponse as _};
-use http::{HeaderValue, header};
+use http::{HeaderValue, Method, header};
 use hyper::{
     server::conn::http1,
     service::{Service as _, service_fn},
@@ -385,6 +385,10 @@ impl RequestHandler {
         let is_usual = matches!(begun, Some((_, Place::Usual)));
         let mut guard = begun.map(|(guard, _)| guard);
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
+        // Hyper sends an answer to HEAD without its body, whatever the service returns.
+        if request.method() == Method::HEAD {
+            *request.method_mut() = Method::GET;
+        }
         request.extensions_mut().insert(self.peer);
         let request_id = request_id::identify(request.headers_mut());
         let api = Api::for_request(request.uri().path(), request.headers());

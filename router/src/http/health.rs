@@ -23,7 +23,7 @@ use crate::{placement::NoWorker, turn::shared::Shared};
 
 /// The routes that answer 200 as long as the process does. All other health routes ask for a worker
 /// that can take turns, as an engine's own routes ask for its scheduler.
-const LIVE_PATHS: [&str; 2] = ["/live", "/liveness"];
+const LIVE_PATHS: [&str; 3] = ["/live", "/liveness", "/"];
 
 /// Whether a path is a health route.
 pub(super) fn is_health_path(path: &str) -> bool {

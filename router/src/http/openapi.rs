@@ -301,7 +301,9 @@ fn describe(route: &Route) -> Operation {
 
 fn describe_health() -> Operation {
     let operation = OperationBuilder::new()
-        .summary(Some("Whether the router can serve turns; /live and /liveness: whether it runs"))
+        .summary(Some(
+            "Whether the router can serve turns; /, /live and /liveness: whether it runs",
+        ))
         .response("200", ResponseBuilder::new().description("yes").build());
     add_refusals(operation, [Code::NoWorker].into_iter()).build()
 }

@@ -10,9 +10,10 @@ const SPARE_CONNECTIONS: usize = 512;
 /// Number of connections to the admin port. Some scrapers, probes and people use it at once.
 pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
 
-/// The health routes of a router's data port. The agent's data port has the first of them.
-pub const HEALTH_PATHS: [&str; 7] =
-    ["/health", "/health_generate", "/ready", "/readiness", "/ping", "/live", "/liveness"];
+/// The health routes of a router's data port. The agent's data port has the first of them. Claude
+/// Code asks for `/` when it starts.
+pub const HEALTH_PATHS: [&str; 8] =
+    ["/health", "/health_generate", "/ready", "/readiness", "/ping", "/live", "/liveness", "/"];
 
 /// The limits of one port.
 #[derive(Debug, Clone)]
