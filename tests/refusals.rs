@@ -2,9 +2,14 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use std::net::SocketAddr;
+
 use proto::v1;
 use serde_json::{Value, json};
-use tests::cluster::{Cluster, ClusterSettings, eventually, text_turn};
+use tests::{
+    cluster::{Cluster, ClusterSettings, eventually, text_turn},
+    keys::KeyFixture,
+};
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
     net::TcpStream,
@@ -196,4 +201,48 @@ async fn a_delta_is_not_appended_without_the_turn_before() {
     let third = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();
     let answer = third.send_body().await;
     assert!(answer.starts_with("HTTP/1.1 200"), "the session goes on: {answer}");
+}
+
+/// Sends a request with a body of 5 MB in one go, as most clients do, and reads then.
+async fn send_5_mb(addr: SocketAddr, path: &str, headers: &str) -> String {
+    let mut client = TcpStream::connect(addr).await.unwrap();
+    let body = vec![b' '; 5_000_000];
+    let length = body.len();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n{headers}\r\n"
+    );
+    client.write_all(head.as_bytes()).await.unwrap();
+    // The refusal is there before the body.
+    client.readable().await.unwrap();
+    client.write_all(&body).await.unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+#[tokio::test]
+async fn a_refusal_before_the_body_reaches_clients_that_send_all_of_it_first() {
+    let keys = KeyFixture::new(&[("user", "sk-user", "")]).unwrap();
+    let cluster = Cluster::start(1, |settings| {
+        let router = settings.router.as_mut().unwrap();
+        router.auth.keys_file = keys.path();
+        router.limits.body_bytes_max = 1 << 20;
+    })
+    .await
+    .unwrap();
+    let (router, agent) = (cluster.routers[0].data, cluster.agent().data);
+    let key = "x-api-key: sk-user\r\n";
+    for (addr, path, headers, status, code) in [
+        (router, "/nothing", key, "404", "route_unknown"),
+        (router, "/v1/chat/completions", "", "401", "unauthorized"),
+        (router, "/v1/models", key, "405", "method_not_allowed"),
+        (router, "/v1/chat/completions", key, "413", "body_too_large"),
+        (agent, "/nothing", "", "404", "route_unknown"),
+        (agent, "/v1/models", "", "405", "method_not_allowed"),
+        (agent, "/generate", "content-encoding: br\r\n", "415", "content_encoding"),
+    ] {
+        let answer = send_5_mb(addr, path, headers).await;
+        assert_refused(&answer, &format!("HTTP/1.1 {status} "), code);
+        assert!(answer.contains("connection: close\r\n"), "{answer}");
+    }
 }
