@@ -213,9 +213,7 @@ impl Config {
                 "limits.body_bytes_in_flight_max: is below 5/4 of limits.body_bytes_max".to_owned(),
             );
         }
-        if self.placement.transfer_bytes_per_s == 0 {
-            problems.push("placement.transfer_bytes_per_s: must be at least 1".to_owned());
-        }
+        self.placement.check(&mut problems);
         problems.extend(self.auth.problems(self.listen.data_addr, self.listen.admin_addr));
         problems
     }

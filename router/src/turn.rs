@@ -137,7 +137,8 @@ pub(crate) async fn run(
         cache_isolation::check_kind(kind)?;
     }
     if kind.is_generation()
-        && let Some((key, hint)) = request::header_session(&parts.headers, principal)?
+        && let Some((key, hint)) =
+            request::header_session(&shared.session_headers, &parts.headers, principal)?
     {
         refuse_early(&shared, &key, hint.is_some()).await?;
     }

@@ -86,7 +86,7 @@ async fn a_name_that_may_be_the_request_s_begins_a_session_when_it_comes_again()
     assert!(agents.iter().all(|agent| agent.session_count() == 0), "no session for a request");
     assert!(router.metrics().await.contains(&left_out("seen_once", 100)));
     let mut workers = BTreeSet::new();
-    for header in ["x-correlation-id", "x-smg-routing-key"] {
+    for header in ["x-correlation-id", "x-smg-routing-key", "x-client-request-id"] {
         for conversation in 0..6 {
             let id = format!("{header}-{conversation}");
             let first = router.chat(&[(header, &id)], "{}").await;
@@ -101,7 +101,35 @@ async fn a_name_that_may_be_the_request_s_begins_a_session_when_it_comes_again()
     }
     assert!(workers.len() > 1, "or staying says nothing");
     let sessions: usize = agents.iter().map(Agent::session_count).sum();
-    assert_eq!(sessions, 12, "the conversations are sessions");
+    assert_eq!(sessions, 18, "the conversations are sessions");
+}
+
+#[tokio::test]
+async fn sessions_are_known_by_what_each_program_sends() {
+    let a = Agent::start("a");
+    let mut settings = config(&[&a]);
+    settings.placement.session_headers = vec!["X-Chat".to_owned()];
+    let router = Router::start_with(settings).await;
+    wait_until("the router is ready", async || router.is_ready().await).await;
+    let user_id = r#"{"metadata":{"user_id":"{\"session_id\":\"from claude\"}"}}"#;
+    let metadata = r#"{"thread_id":"from codex"}"#;
+    let cases: [(Headers<'_>, &str, Option<&str>); 9] = [
+        (&[("session-id", "from pi")], "{}", Some("from pi")),
+        (&[("session_id", "from old pi")], "{}", Some("from old pi")),
+        (&[("session-id", "root"), ("thread-id", "own")], "{}", Some("own")),
+        (&[("x-litellm-session-id", "from litellm")], "{}", Some("from litellm")),
+        (&[("x-codex-turn-metadata", metadata)], "{}", Some("from codex")),
+        (&[("x-client-request-id", "r")], user_id, Some("from claude")),
+        (&[("x-chat", "added"), ("thread-id", "t")], "{}", Some("added")),
+        (&[("x-codex-turn-metadata", "{")], "{}", None),
+        (&[], r#"{"metadata":{"user_id":"{\"session_id\":1}"}}"#, None),
+    ];
+    for (headers, body, session) in cases {
+        let answer = router.call(Method::POST, "/v1/messages", headers, body).await;
+        assert_eq!(answer.status, StatusCode::OK, "{headers:?} {body}: {answer:?}");
+        assert_eq!(session_of(&a.turns().pop().unwrap()), session, "{headers:?} {body}");
+    }
+    assert!(router.metrics().await.contains(&left_out("unusable", 2)));
 }
 
 #[tokio::test]

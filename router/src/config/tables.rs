@@ -8,6 +8,7 @@ use std::{
     path::PathBuf,
 };
 
+use http::HeaderName;
 use serde::{Deserialize, Serialize};
 
 /// The default address for clients. It is loopback, so that nothing is exposed by accident.
@@ -66,6 +67,14 @@ pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 /// is enough for 1.6 MB of new text at once. One turn adds a few kilobytes, and a coding agent
 /// begins a conversation with 100 KB.
 pub const TOKENIZER_BYTES_MAX: usize = 512 << 20;
+
+/// The most headers that the settings add. Each costs a look at every request that nothing before
+/// it fits.
+const NAMES_MAX: usize = 256;
+
+/// Headers that can't name sessions: they are secrets, or a connection's own.
+const NO_SESSION_HEADERS: [&str; 6] =
+    ["authorization", "connection", "content-length", "cookie", "host", "x-api-key"];
 
 /// What the router does with a volatile preamble: text at the beginning of a prompt that the client
 /// changes with each request (see [`crate::turn::preamble`]).
@@ -205,6 +214,9 @@ pub struct PlacementTable {
     pub transfer_bytes_per_s: u64,
     /// Whether the router removes a preamble that a coding agent changes with each request.
     pub preamble: PreamblePolicy,
+    /// Further headers by which clients name their sessions on their own. They count before those
+    /// that Berth knows.
+    pub session_headers: Vec<String>,
 }
 
 impl Default for PlacementTable {
@@ -215,8 +227,39 @@ impl Default for PlacementTable {
             transfer_bytes_per_s: TRANSFER_BYTES_PER_S,
             // A preamble makes an engine compute the whole prompt with every turn.
             preamble: PreamblePolicy::default(),
+            session_headers: vec![],
         }
     }
+}
+
+impl PlacementTable {
+    /// Returns the added headers that name sessions. [`Self::problems`] names those left out.
+    pub(crate) fn session_header_names(&self) -> Vec<HeaderName> {
+        self.session_headers.iter().filter_map(|name| session_header(name)).collect()
+    }
+
+    /// Adds the problems of these settings.
+    pub(super) fn check(&self, problems: &mut Vec<String>) {
+        if self.transfer_bytes_per_s == 0 {
+            problems.push("placement.transfer_bytes_per_s: must be at least 1".to_owned());
+        }
+        for name in self.session_headers.iter().filter(|name| session_header(name).is_none()) {
+            problems.push(format!(
+                "placement.session_headers: {name:?} is no header that can name a session"
+            ));
+        }
+        if self.session_headers.len() > NAMES_MAX {
+            problems.push(format!("placement.session_headers: more than {NAMES_MAX} are named"));
+        }
+    }
+}
+
+/// Returns the header of this name, if it can name sessions. Those of Berth mean something else.
+fn session_header(name: &str) -> Option<HeaderName> {
+    let header: HeaderName = name.parse().ok()?;
+    let has_meaning =
+        NO_SESSION_HEADERS.contains(&header.as_str()) || header.as_str().starts_with("x-berth-");
+    (!has_meaning).then_some(header)
 }
 
 /// `[log]`: what the router writes of each request. Logs of the process itself go to standard
@@ -243,5 +286,19 @@ mod tests {
         assert_eq!(limits.turns_in_flight_max, 264);
         assert!(limits.fit_to_connections(0));
         assert_eq!(limits.turns_in_flight_max, 1);
+    }
+
+    #[test]
+    fn names_that_cannot_work_are_problems() {
+        let headers = |name: &str| {
+            let mut problems = vec![];
+            let session_headers = vec![name.to_owned()];
+            PlacementTable { session_headers, ..Default::default() }.check(&mut problems);
+            problems.len()
+        };
+        assert_eq!((headers("X-Chat"), headers("x_chat")), (0, 0));
+        for bad in ["x chat", "", "Authorization", "x-berth-delta"] {
+            assert_eq!(headers(bad), 1, "{bad}");
+        }
     }
 }

@@ -127,7 +127,7 @@ impl Head<'_> {
         let preamble = self.find_preamble(shared, &object);
         let isolates = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
         let turn = if preamble.is_none() && !priority.changes_body() && !isolates {
-            request::read_object(headers, &object, &nvext, principal)
+            request::read_object(&shared.session_headers, headers, &object, &nvext, principal)
         } else {
             held_body.change(|bytes| match preamble {
                 None => bytes,
@@ -139,7 +139,7 @@ impl Head<'_> {
                 let salted_body = cache_isolation::add_salt(&object, principal)?;
                 held_body.change(|_| salted_body.into());
             }
-            request::read(headers, &held_body.bytes, principal)
+            request::read(&shared.session_headers, headers, &held_body.bytes, principal)
         };
         let mut turn = turn?;
         if !kind.is_generation() {

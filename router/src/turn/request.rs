@@ -12,10 +12,10 @@
 //! session id for different sessions.
 //!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
-//! body (a field of the Dynamo API), the header `x-berth-session-id`, the headers that clients send
-//! on their own ([`session_names`]), `session_id` in the body, `session_params.id` in the body, and
-//! at last a header that may name only the request. An id from a header that clients send on their
-//! own is a hint, unless the turn says more about its session in Berth's own headers.
+//! body (a field of the Dynamo API), the header `x-berth-session-id`, what clients send on their own
+//! ([`session_names`]), `session_id` in the body, `session_params.id` in the body, and at last a
+//! header that may name only the request. An id that clients send on their own is a hint, unless
+//! the turn says more about its session in Berth's own headers.
 
 use http::{HeaderMap, HeaderName};
 use proto::{
@@ -30,7 +30,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::{
     hints,
-    session_names::{self, Hint},
+    session_names::{self, Hint, SessionHeaders},
 };
 use crate::{placement::PairUse, prompt::Prompt};
 
@@ -151,7 +151,7 @@ pub struct SessionIntent {
 pub struct Turn {
     /// The turn's session. `None` for a turn without a session.
     pub session: Option<SessionIntent>,
-    /// Whether the headers have a session's name that can't be used.
+    /// Whether the client has hinted at its session by a name that can't be used.
     pub has_unusable_name: bool,
     /// A name of the turn that came for the first time and may name only the request. If it comes
     /// again, it names a session.
@@ -189,19 +189,20 @@ pub struct Turn {
 }
 
 /// Returns the session that the headers surely name, and whether they only hint at it. The router
-/// can check it before it reads the body.
+/// can check it before it reads the body. `names` has the headers that hint at sessions.
 ///
 /// # Errors
 /// When the header `x-berth-session-id` has an id whose length is out of bounds, or that is not
 /// UTF-8.
 pub fn header_session(
+    names: &SessionHeaders,
     headers: &HeaderMap,
     principal: &str,
 ) -> Result<Option<(SessionKey, Option<HintKind>)>, Error> {
     if let Some(key) = own_header_session(headers, principal)? {
         return Ok(Some((key, None)));
     }
-    match session_names::find(headers, principal) {
+    match names.find(headers, principal) {
         Hint::Session { key, may_be_request: false } => Ok(Some((key, Some(HintKind::Session)))),
         Hint::Session { .. } | Hint::Unusable | Hint::Absent => Ok(None),
     }
@@ -215,14 +216,19 @@ fn own_header_session(headers: &HeaderMap, principal: &str) -> Result<Option<Ses
     }
 }
 
-/// Reads a turn from its headers and its whole body.
+/// Reads a turn from its headers and its whole body. `names` has the headers that hint at sessions.
 ///
 /// # Errors
 /// When the body is not one JSON object, a session id or a field is invalid, or a delta turn names
 /// no session.
-pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, Error> {
+pub fn read(
+    names: &SessionHeaders,
+    headers: &HeaderMap,
+    body: &[u8],
+    principal: &str,
+) -> Result<Turn, Error> {
     let object = Object::parse(body)?;
-    read_object(headers, &object, &Nvext::read(&object)?, principal)
+    read_object(names, headers, &object, &Nvext::read(&object)?, principal)
 }
 
 /// Reads a turn from its headers, its parsed body and the `nvext` of that.
@@ -230,6 +236,7 @@ pub fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, E
 /// # Errors
 /// When a session id or a field is invalid, or a delta turn names no session.
 pub fn read_object(
+    names: &SessionHeaders,
     headers: &HeaderMap,
     object: &Object<'_>,
     nvext: &Nvext<'_>,
@@ -239,7 +246,7 @@ pub fn read_object(
     let session_params_id = session_params_id(object)?;
     let session_id_member = string_member(object, "session_id", "session_id")?;
     let body_session_id = session_id_member.or_else(|| session_params_id.clone());
-    let hint = session_names::find(headers, principal);
+    let hint = names.find_in_request(headers, object, principal);
     let has_unusable_name = hint == Hint::Unusable;
     let own_key = match &control {
         Some(control) => Some(SessionKey::new(principal, control.session_id.as_str())?),
@@ -514,6 +521,10 @@ mod tests {
             .collect()
     }
 
+    fn read(headers: &HeaderMap, body: &[u8], principal: &str) -> Result<Turn, Error> {
+        super::read(&SessionHeaders::default(), headers, body, principal)
+    }
+
     fn intent(pairs: &[(&'static str, &str)], body: &str) -> Option<SessionIntent> {
         read(&headers(pairs), body.as_bytes(), "p").unwrap().session
     }
@@ -521,18 +532,26 @@ mod tests {
     #[test]
     fn identity_is_the_first_source_that_applies() {
         // Each source has priority over the sources below it.
-        let sources: [(&'static str, &str, &str); 12] = [
+        let sources: [(&'static str, &str, &str); 20] = [
             ("", r#""nvext":{"session_control":{"session_id":"control"}}"#, "control"),
             ("x-berth-session-id", "berth", "berth"),
             ("x-claude-code-session-id", "claude", "claude"),
             ("thread-id", "codex", "codex"),
+            ("x-codex-turn-metadata", r#"{"thread_id":"meta"}"#, "meta"),
+            ("session-id", "pi", "pi"),
+            ("session_id", "old pi", "old pi"),
             ("x-session-id", "opencode", "opencode"),
             ("x-dynamo-session-id", "dynamo", "dynamo"),
+            ("x-litellm-session-id", "litellm", "litellm"),
+            ("x-deepseek-harness-session-id", "deepseek", "deepseek"),
             ("x-session-affinity", "aiperf", "aiperf"),
+            ("", r#""metadata":{"user_id":"{\"session_id\":\"user\"}"}"#, "user"),
             ("", r#""session_id":"top""#, "top"),
             ("", r#""session_params":{"id":"params"}"#, "params"),
             ("x-smg-routing-key", "gateway", "gateway"),
+            ("x-sgl-routing-key", "router", "router"),
             ("x-correlation-id", "correlation", "correlation"),
+            ("x-client-request-id", "request", "request"),
             ("", r#""prompt_cache_key":"never""#, ""),
         ];
         for from in 0..sources.len() {

@@ -7,21 +7,27 @@
 //! read in `request`, which calls this module. This module is pure.
 //!
 //! [`NAMES`] says for each header who sends it, and where and when that was read. The order of the
-//! table is the order in which names count. `requests.json` has the session headers of whole
-//! requests, by the same sources and with values made up, and a test reads them.
+//! table is the order in which names count. Headers that the settings add come before them.
+//! `requests.json` has the session headers of whole requests, by the same sources and with values
+//! made up, and a test reads them.
+//!
+//! `x-session-token` isn't one of them: llm-d writes a pod's name into it, which all conversations
+//! of that pod share, and elsewhere it is a login's secret.
 
-use http::HeaderMap;
-use proto::id::SessionKey;
+use http::{HeaderMap, HeaderName};
+use proto::{body::Object, id::SessionKey};
 
 /// A header by which clients name a session on their own.
 #[derive(Debug)]
 pub struct Name {
-    /// The header, in lower case.
-    pub header: &'static str,
-    /// Who sends it.
-    pub client: &'static str,
+    /// The header.
+    pub header: HeaderName,
+    /// The member that is the name, if the header's value is a JSON object.
+    pub member: Option<&'static str>,
     /// What it names.
     pub names: Named,
+    /// Who sends it.
+    pub client: &'static str,
     /// Where this was read, and when.
     pub source: &'static str,
 }
@@ -45,97 +51,132 @@ pub enum Named {
 }
 
 /// All headers that name sessions, in the order in which they count.
-pub const NAMES: [Name; 13] = [
+pub static NAMES: [Name; 19] = [
+    name(
+        CLAUDE_SESSION,
+        Named::Session,
+        "Claude Code",
+        "Dynamo 1.6.1's router and public proxies for Claude Code; 2026-11-23",
+    ),
+    name(CLAUDE_AGENT, Named::SubAgent, "Claude Code, sub-agents", "as above"),
+    name(
+        CLAUDE_PARENT_AGENT,
+        Named::ParentSubAgent,
+        "Claude Code, sub-agents of sub-agents",
+        "public proxies for Claude Code; 2026-11-23",
+    ),
+    name(
+        "thread-id",
+        Named::Session,
+        "Codex",
+        "Dynamo 1.6.1's router and public proxies for Codex; 2026-11-23",
+    ),
+    name(
+        "x-codex-parent-thread-id",
+        Named::Parent,
+        "Codex, threads started by a thread",
+        "codex-rs/core/src/responses_metadata.rs; 2026-11-23",
+    ),
     Name {
-        header: CLAUDE_SESSION,
-        client: "Claude Code",
+        header: HeaderName::from_static("x-codex-turn-metadata"),
+        member: Some("thread_id"),
         names: Named::Session,
-        source: "Dynamo 1.6.1's router and public proxies for Claude Code; 2026-11-23",
+        client: "Codex through LiteLLM, which forwards only headers with x-",
+        source: "Codex 0.171.0, LiteLLM 1.108.7; 2026-11-26",
     },
-    Name {
-        header: CLAUDE_AGENT,
-        client: "Claude Code, sub-agents",
-        names: Named::SubAgent,
-        source: "as above",
-    },
-    Name {
-        header: CLAUDE_PARENT_AGENT,
-        client: "Claude Code, sub-agents of sub-agents",
-        names: Named::ParentSubAgent,
-        source: "public proxies for Claude Code; 2026-11-23",
-    },
-    Name {
-        header: "x-claude-code-parent-session-id",
-        client: "Claude Code, sessions started by a session",
-        names: Named::Parent,
-        source: "Dynamo 1.6.1's router; 2026-11-22",
-    },
-    Name {
-        header: "thread-id",
-        client: "Codex",
-        names: Named::Session,
-        source: "Dynamo 1.6.1's router and public proxies for Codex; 2026-11-23",
-    },
-    Name {
-        header: "x-codex-parent-thread-id",
-        client: "Codex, threads started by a thread",
-        names: Named::Parent,
-        source: "codex-rs/core/src/responses_metadata.rs; 2026-11-23",
-    },
-    Name {
-        header: "x-session-id",
-        client: "OpenCode, and aiperf if told to",
-        names: Named::Session,
-        source: "OpenCode's session/llm/request.ts, aiperf 0.13.0; 2026-11-23",
-    },
-    Name {
-        header: "x-parent-session-id",
-        client: "OpenCode, sub-agents",
-        names: Named::Parent,
-        source: "OpenCode's session/llm/request.ts; 2026-11-23",
-    },
-    Name {
-        header: "x-dynamo-session-id",
-        client: "clients of NVIDIA Dynamo, and aiperf if told to",
-        names: Named::Session,
-        source: "Dynamo 1.6.1, aiperf 0.13.0; 2026-11-23",
-    },
-    Name {
-        header: "x-dynamo-parent-session-id",
-        client: "clients of NVIDIA Dynamo, and aiperf if told to",
-        names: Named::Parent,
-        source: "Dynamo 1.6.1, aiperf 0.13.0; 2026-11-23",
-    },
-    Name {
-        header: "x-session-affinity",
-        client: "aiperf by default, and OpenCode",
-        names: Named::Session,
-        source: "aiperf 0.13.0, OpenCode's session/llm/request.ts; 2026-11-23",
-    },
-    Name {
-        header: "x-smg-routing-key",
-        client: "SGLang's gateway and `bench_serving`, slime and miles",
-        names: Named::SessionOrRequest,
-        source: "sglang 0.5.23, benchmark/serving.py; 2026-11-23",
-    },
-    Name {
-        header: "x-correlation-id",
-        client: "aiperf by default, and gateways, which name requests by it",
-        names: Named::SessionOrRequest,
-        source: "aiperf 0.13.0; 2026-11-23",
-    },
+    // Codex names a sub-agent's root session in it, so it comes after the thread.
+    name("session-id", Named::Session, "pi since 1.6, and Codex", "pi 1.6; 2026-11-26"),
+    name("session_id", Named::Session, "pi before 1.6", "pi 0.74.2; 2026-11-26"),
+    name(
+        "x-session-id",
+        Named::Session,
+        "OpenCode, and aiperf if told to",
+        "OpenCode's session/llm/request.ts, aiperf 0.13.0; 2026-11-23",
+    ),
+    name(
+        "x-parent-session-id",
+        Named::Parent,
+        "OpenCode, sub-agents",
+        "OpenCode's session/llm/request.ts; 2026-11-23",
+    ),
+    name(
+        "x-dynamo-session-id",
+        Named::Session,
+        "clients of NVIDIA Dynamo, and aiperf if told to",
+        "Dynamo 1.6.1, aiperf 0.13.0; 2026-11-23",
+    ),
+    name(
+        "x-dynamo-parent-session-id",
+        Named::Parent,
+        "clients of NVIDIA Dynamo, and aiperf if told to",
+        "Dynamo 1.6.1, aiperf 0.13.0; 2026-11-23",
+    ),
+    name(
+        "x-litellm-session-id",
+        Named::Session,
+        "OpenHands, and clients of LiteLLM",
+        "OpenHands SDK 1.58.2, LiteLLM 1.108.7; 2026-11-26",
+    ),
+    name(
+        "x-deepseek-harness-session-id",
+        Named::Session,
+        "DeepSeek's agent harness",
+        "its package llm-deepseek; 2026-11-27",
+    ),
+    name(
+        "x-session-affinity",
+        Named::Session,
+        "aiperf by default, and OpenCode",
+        "aiperf 0.13.0, OpenCode's session/llm/request.ts; 2026-11-23",
+    ),
+    name(
+        "x-smg-routing-key",
+        Named::SessionOrRequest,
+        "SGLang's gateway and `bench_serving`, slime and miles",
+        "sglang 0.5.23, benchmark/serving.py; 2026-11-23",
+    ),
+    name(
+        "x-sgl-routing-key",
+        Named::SessionOrRequest,
+        "clients of SGLang's newer router",
+        "sgl-router's settings; 2026-11-27",
+    ),
+    name(
+        "x-correlation-id",
+        Named::SessionOrRequest,
+        "aiperf by default, and gateways, which name requests by it",
+        "aiperf 0.13.0; 2026-11-23",
+    ),
+    name(
+        "x-client-request-id",
+        Named::SessionOrRequest,
+        "Codex and pi for the session, other libraries for the request",
+        "Codex 0.171.0; 2026-11-26",
+    ),
 ];
+
+const fn name(
+    header: &'static str,
+    names: Named,
+    client: &'static str,
+    source: &'static str,
+) -> Name {
+    Name { header: HeaderName::from_static(header), member: None, names, client, source }
+}
 
 const CLAUDE_SESSION: &str = "x-claude-code-session-id";
 const CLAUDE_AGENT: &str = "x-claude-code-agent-id";
 const CLAUDE_PARENT_AGENT: &str = "x-claude-code-parent-agent-id";
 
-/// What the headers of a request say about its session.
+/// Longest JSON text in which a session's name is looked for, in bytes. Real ones have hundreds.
+const JSON_BYTES_MAX: usize = 16 << 10;
+
+/// What a request says about its session on its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Hint {
     /// Nothing.
     Absent,
-    /// A name that can't be used: it is empty, too long or not UTF-8.
+    /// A name that can't be used: it is empty, too long or not UTF-8, or its JSON can't be read.
     Unusable,
     /// A session.
     Session {
@@ -146,53 +187,127 @@ pub enum Hint {
     },
 }
 
-/// Finds the session that the headers hint at. The first name that can be used counts.
-#[must_use]
-pub fn find(headers: &HeaderMap, principal: &str) -> Hint {
-    let mut hint = Hint::Absent;
-    let sessions =
-        NAMES.iter().filter(|name| matches!(name.names, Named::Session | Named::SessionOrRequest));
-    for name in sessions {
-        let Some(value) = headers.get(name.header) else { continue };
-        let id = std::str::from_utf8(value.as_bytes()).ok().and_then(|id| {
-            let is_claude = name.header == CLAUDE_SESSION;
-            if is_claude { claude_id(headers, id, CLAUDE_AGENT) } else { Some(id.to_owned()) }
-        });
-        match id.and_then(|id| SessionKey::new(principal, id).ok()) {
-            Some(key) => {
-                return Hint::Session {
-                    key,
-                    may_be_request: name.names == Named::SessionOrRequest,
-                };
+/// The headers that hint at a turn's session: those of the settings, then those of [`NAMES`].
+#[derive(Debug, Clone, Default)]
+pub struct SessionHeaders {
+    added: Vec<HeaderName>,
+}
+
+/// A name is there, and can't be read.
+struct Unreadable;
+
+impl SessionHeaders {
+    /// Creates the list, with `added` before the known headers.
+    #[must_use]
+    pub fn new(added: Vec<HeaderName>) -> Self {
+        Self { added }
+    }
+
+    /// Finds the session that the headers hint at. The first name that can be used counts.
+    #[must_use]
+    pub fn find(&self, headers: &HeaderMap, principal: &str) -> Hint {
+        let added = self.added.iter().map(|header| (header, None, Named::Session));
+        let known = NAMES.iter().map(|name| (&name.header, name.member, name.names));
+        let mut hint = Hint::Absent;
+        for (header, member, names) in added.chain(known) {
+            if !matches!(names, Named::Session | Named::SessionOrRequest) {
+                continue;
             }
-            None => hint = Hint::Unusable,
+            let Some(value) = headers.get(header) else { continue };
+            let text = std::str::from_utf8(value.as_bytes()).map_err(|_| Unreadable);
+            let id = text.and_then(|text| match member {
+                Some(member) => string_in_json(text, member),
+                None if header == CLAUDE_SESSION => {
+                    claude_id(headers, text, CLAUDE_AGENT).map(Some)
+                }
+                None => Ok(Some(text.to_owned())),
+            });
+            let id = match id {
+                Ok(None) => continue,
+                Ok(Some(id)) => SessionKey::new(principal, id).ok(),
+                Err(Unreadable) => None,
+            };
+            let may_be_request = names == Named::SessionOrRequest;
+            match id {
+                Some(key) => return Hint::Session { key, may_be_request },
+                None => hint = Hint::Unusable,
+            }
+        }
+        hint
+    }
+
+    /// Finds the session that the headers or else the body hint at. Only a name that may be the
+    /// request's own counts less than the body's.
+    #[must_use]
+    pub fn find_in_request(&self, headers: &HeaderMap, body: &Object<'_>, principal: &str) -> Hint {
+        let in_headers = self.find(headers, principal);
+        if matches!(in_headers, Hint::Session { may_be_request: false, .. }) {
+            return in_headers;
+        }
+        match (find_in_body(headers, body, principal), in_headers) {
+            (Hint::Absent, in_headers) => in_headers,
+            (Hint::Unusable, in_headers @ Hint::Session { .. }) => in_headers,
+            (in_body, _) => in_body,
         }
     }
-    hint
+}
+
+/// Finds the session in the JSON text of `metadata.user_id`. Claude Code writes it there, and a
+/// proxy that drops its headers keeps it. Another user's name is none.
+fn find_in_body(headers: &HeaderMap, body: &Object<'_>, principal: &str) -> Hint {
+    let user = body
+        .get("metadata")
+        .and_then(|metadata| string_in_json(metadata.get(), "user_id").ok().flatten());
+    let Some(user) = user.filter(|user| user.starts_with('{')) else { return Hint::Absent };
+    let id = match string_in_json(&user, "session_id") {
+        Ok(None) => return Hint::Absent,
+        Ok(Some(id)) => claude_id(headers, &id, CLAUDE_AGENT),
+        Err(Unreadable) => Err(Unreadable),
+    };
+    match id.ok().and_then(|id| SessionKey::new(principal, id).ok()) {
+        Some(key) => Hint::Session { key, may_be_request: false },
+        None => Hint::Unusable,
+    }
 }
 
 /// Finds the session that started this one. A name that can't be used is ignored.
 #[must_use]
 pub fn find_parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
-    let text = |header: &str| std::str::from_utf8(headers.get(header)?.as_bytes()).ok();
+    let text = |header: &HeaderName| std::str::from_utf8(headers.get(header)?.as_bytes()).ok();
     let named = |id: String| SessionKey::new(principal, id).ok();
     let parents = NAMES.iter().filter(|name| name.names == Named::Parent);
-    let parent = parents.filter_map(|name| text(name.header)).find_map(|id| named(id.to_owned()));
+    let parent = parents.filter_map(|name| text(&name.header)).find_map(|id| named(id.to_owned()));
     parent.or_else(|| {
         // A sub-agent's session is within the session of the agent that the user talks to.
-        text(CLAUDE_AGENT).filter(|agent| !agent.is_empty())?;
-        named(claude_id(headers, text(CLAUDE_SESSION)?, CLAUDE_PARENT_AGENT)?)
+        headers.get(CLAUDE_AGENT).filter(|agent| !agent.is_empty())?;
+        let session = std::str::from_utf8(headers.get(CLAUDE_SESSION)?.as_bytes()).ok()?;
+        named(claude_id(headers, session, CLAUDE_PARENT_AGENT).ok()?)
     })
 }
 
 /// Returns the id of Claude Code's session `session`, or of the sub-agent that the header names.
-/// `None` if the sub-agent's name can't be read: its turns must not count as the session's own.
-fn claude_id(headers: &HeaderMap, session: &str, agent_header: &str) -> Option<String> {
+/// Fails if the sub-agent's name can't be read: its turns must not count as the session's own.
+fn claude_id(headers: &HeaderMap, session: &str, agent_header: &str) -> Result<String, Unreadable> {
     let agent = headers.get(agent_header).map(http::HeaderValue::as_bytes);
     match agent.filter(|agent| !agent.is_empty()) {
-        None => Some(session.to_owned()),
-        Some(_) if session.is_empty() => None,
-        Some(agent) => Some(format!("{session}:{}", std::str::from_utf8(agent).ok()?)),
+        None => Ok(session.to_owned()),
+        Some(_) if session.is_empty() => Err(Unreadable),
+        Some(agent) => {
+            let agent = std::str::from_utf8(agent).map_err(|_| Unreadable)?;
+            Ok(format!("{session}:{agent}"))
+        }
+    }
+}
+
+/// Returns a string member of a JSON object. `None` if the object lacks it.
+fn string_in_json(json: &str, member: &str) -> Result<Option<String>, Unreadable> {
+    if json.len() > JSON_BYTES_MAX {
+        return Err(Unreadable);
+    }
+    let object = Object::parse(json.as_bytes()).map_err(|_| Unreadable)?;
+    match object.get(member).filter(|raw| raw.get() != "null") {
+        None => Ok(None),
+        Some(raw) => serde_json::from_str(raw.get()).map(Some).map_err(|_| Unreadable),
     }
 }
 
@@ -225,12 +340,12 @@ mod tests {
     fn the_requests_of_known_clients_name_their_sessions() {
         let requests: Vec<Request> =
             serde_json::from_str(include_str!("session_names/requests.json")).unwrap();
-        let mut used = std::collections::BTreeSet::new();
+        let mut used = std::collections::HashSet::new();
         for request in requests {
             let headers = headers(&request.headers);
             let client = &request.client;
             assert!(!request.source.is_empty(), "{client}: where was this read?");
-            let (session, may_be_request) = match find(&headers, "p") {
+            let (session, may_be_request) = match SessionHeaders::default().find(&headers, "p") {
                 Hint::Session { key, may_be_request } => {
                     (Some(key.id().to_owned()), may_be_request)
                 }
@@ -241,12 +356,11 @@ mod tests {
             assert_eq!(may_be_request, request.may_be_request, "{client}");
             let parent = find_parent(&headers, "p").map(|key| key.id().to_owned());
             assert_eq!(parent, request.parent, "{client}");
-            used.extend(
-                NAMES.iter().map(|name| name.header).filter(|it| headers.contains_key(*it)),
-            );
+            let sent = NAMES.iter().map(|name| &name.header);
+            used.extend(sent.filter(|header| headers.contains_key(*header)).cloned());
         }
         for name in &NAMES {
-            assert!(used.contains(name.header), "no request has {}", name.header);
+            assert!(used.contains(&name.header), "no request has {}", name.header);
         }
     }
 
@@ -254,7 +368,10 @@ mod tests {
     fn the_guide_names_every_header_and_its_clients() {
         let guide = include_str!("../../../deploy/docs/sessions.md");
         for name in &NAMES {
-            let header = format!("`{}`", name.header);
+            let header = match name.member {
+                Some(member) => format!("`{member}` in the JSON of `{}`", name.header),
+                None => format!("`{}`", name.header),
+            };
             let row = guide.lines().find(|line| line.starts_with('|') && line.contains(&header));
             let client = name.client.split([',', ' ']).next().unwrap();
             assert!(row.is_some_and(|row| row.contains(client)), "{header} of {client}");
@@ -264,6 +381,7 @@ mod tests {
     #[test]
     fn a_name_that_cannot_be_used_is_no_session_and_the_next_one_counts() {
         let long = "i".repeat(257);
+        let find = |headers: &HeaderMap| SessionHeaders::default().find(headers, "p");
         let request = |pairs: &[(&str, &[u8])]| -> HeaderMap {
             let pairs = pairs.iter().map(|(name, value)| {
                 (name.parse::<HeaderName>().unwrap(), HeaderValue::from_bytes(value).unwrap())
@@ -275,23 +393,84 @@ mod tests {
                 .iter()
                 .filter(|name| matches!(name.names, Named::Session | Named::SessionOrRequest))
             {
-                let alone = request(&[(name.header, bad)]);
-                assert_eq!(find(&alone, "p"), Hint::Unusable, "{}", name.header);
+                let alone = request(&[(name.header.as_str(), bad)]);
+                assert_eq!(find(&alone), Hint::Unusable, "{}", name.header);
             }
             let both = request(&[("thread-id", bad), ("x-session-affinity", b"a")]);
-            let Hint::Session { key, may_be_request: false } = find(&both, "p") else {
+            let Hint::Session { key, may_be_request: false } = find(&both) else {
                 panic!("the second name counts")
             };
             assert_eq!(key.id(), "a");
             let agent = request(&[(CLAUDE_SESSION, b"s"), (CLAUDE_AGENT, bad)]);
             let expected = if bad.is_empty() { "s" } else { "" };
-            let id = match find(&agent, "p") {
+            let id = match find(&agent) {
                 Hint::Session { key, .. } => key.id().to_owned(),
                 _ => String::new(),
             };
             assert_eq!(id, expected, "a sub-agent's turns are never the session's own");
             assert_eq!(find_parent(&request(&[("x-parent-session-id", bad)]), "p"), None);
         }
-        assert_eq!(find(&HeaderMap::new(), "p"), Hint::Absent);
+        assert_eq!(find(&HeaderMap::new()), Hint::Absent);
+    }
+
+    #[test]
+    fn a_name_within_json_counts_and_json_without_one_says_nothing() {
+        let find = |value: &str| {
+            let pairs = [("x-codex-turn-metadata".to_owned(), value.to_owned())];
+            SessionHeaders::default().find(&headers(&pairs), "p")
+        };
+        let key = SessionKey::new("p", "t").unwrap();
+        let found = find(r#"{"request_kind":"turn","thread_id":"t","later":[{}]}"#);
+        assert_eq!(found, Hint::Session { key, may_be_request: false });
+        for absent in ["{}", r#"{"thread_id":null}"#, r#"{"turn":{"thread_id":"t"}}"#] {
+            assert_eq!(find(absent), Hint::Absent, "{absent}");
+        }
+        for bad in ["t", "[]", "{", r#"{"thread_id":7}"#, r#"{"thread_id":""}"#] {
+            assert_eq!(find(bad), Hint::Unusable, "{bad}");
+        }
+    }
+
+    #[test]
+    fn claude_code_is_known_by_its_body_where_a_proxy_drops_its_headers() {
+        let find = |pairs: &[(&str, &str)], user_id: &str| {
+            let pairs: Vec<_> =
+                pairs.iter().map(|(name, id)| ((*name).to_owned(), (*id).to_owned())).collect();
+            let body = serde_json::json!({ "metadata": { "user_id": user_id } }).to_string();
+            let body = Object::parse(body.as_bytes()).unwrap();
+            match SessionHeaders::default().find_in_request(&headers(&pairs), &body, "p") {
+                Hint::Session { key, may_be_request } => {
+                    Some((key.id().to_owned(), may_be_request))
+                }
+                Hint::Absent => None,
+                Hint::Unusable => Some(("unusable".to_owned(), false)),
+            }
+        };
+        let found = |id: &str| Some((id.to_owned(), false));
+        let user_id = r#"{"device_id":"d","account_uuid":"","session_id":"s"}"#;
+        assert_eq!(find(&[], user_id), found("s"));
+        assert_eq!(find(&[(CLAUDE_AGENT, "a")], user_id), found("s:a"));
+        assert_eq!(find(&[("x-session-affinity", "h")], user_id), found("h"));
+        assert_eq!(find(&[("x-client-request-id", "r")], user_id), found("s"));
+        for no_name in ["alice", "", "{}", r#"{"session_id":null}"#] {
+            assert_eq!(find(&[], no_name), None, "{no_name}");
+        }
+        for bad in ["{", r#"{"session_id":""}"#, r#"{"session_id":[]}"#] {
+            assert_eq!(find(&[], bad), found("unusable"), "{bad}");
+            let other = Some(("r".to_owned(), true));
+            assert_eq!(find(&[("x-client-request-id", "r")], bad), other, "{bad}");
+        }
+        let body = Object::parse(br#"{"metadata":["user_id"]}"#).unwrap();
+        let names = SessionHeaders::default();
+        assert_eq!(names.find_in_request(&HeaderMap::new(), &body, "p"), Hint::Absent);
+    }
+
+    #[test]
+    fn a_header_of_the_settings_comes_before_the_known_ones() {
+        let names = SessionHeaders::new(vec![HeaderName::from_static("x-chat")]);
+        let pairs = [("thread-id", "t"), ("x-chat", "c")]
+            .map(|(name, id)| (name.to_owned(), id.to_owned()));
+        let key = SessionKey::new("p", "c").unwrap();
+        let expected = Hint::Session { key, may_be_request: false };
+        assert_eq!(names.find(&headers(&pairs), "p"), expected);
     }
 }

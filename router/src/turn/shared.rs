@@ -18,7 +18,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     access_log::AccessLog, body::Bodies, directory::SessionDirectory, ended::RecentTurns,
-    placer::Placer, sessions::SessionService, upstream::UpstreamClient,
+    placer::Placer, session_names::SessionHeaders, sessions::SessionService,
+    upstream::UpstreamClient,
 };
 use crate::{
     auth::Authenticator,
@@ -86,6 +87,8 @@ pub(crate) struct Shared {
     /// How long a stream waits for its first event before it gets a comment; `None`: it gets none.
     pub(crate) waiting_comment: Option<Duration>,
     pub(crate) preamble: PreamblePolicy,
+    /// The headers that hint at sessions.
+    pub(crate) session_headers: SessionHeaders,
     /// Where agents announce themselves; `None`: they may not.
     pub(crate) announcements: Option<Arc<Announcements>>,
     /// Who may share KV in the engines' caches.

@@ -6,7 +6,7 @@
 use http::{HeaderMap, HeaderName, HeaderValue};
 use libfuzzer_sys::fuzz_target;
 use proto::claim::{self, Claim};
-use router::turn::request;
+use router::turn::{request, session_names::SessionHeaders};
 use service::headers::strip_request;
 
 fuzz_target!(|input: &[u8]| {
@@ -18,7 +18,8 @@ fuzz_target!(|input: &[u8]| {
         assert_eq!((same, same_key), (claim, key), "a claim doesn't survive its header");
     }
     drop((claim::rank(&headers), claim::resident_tokens(&headers)));
-    if let Ok(turn) = request::read(&headers, body, "p")
+    let names = SessionHeaders::default();
+    if let Ok(turn) = request::read(&names, &headers, body, "p")
         && let Some(session) = turn.session
     {
         assert_eq!(session.key.principal(), "p", "a client chose its principal");
