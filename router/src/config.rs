@@ -31,7 +31,7 @@ use self::{
     auth::{AuthMode, AuthTable},
     claims::ClaimsTable,
     discovery::DiscoveryTable,
-    tables::{LimitsTable, ListenTable, LogTable, PlacementTable, TimeoutsTable},
+    tables::{LimitsTable, ListenTable, LogTable, ModelsTable, PlacementTable, TimeoutsTable},
 };
 
 /// The most agents that one router follows. Each agent costs a connection and a few tasks, so a
@@ -75,6 +75,8 @@ pub struct Config {
     pub connections: ConnectionSettings,
     /// How turns and sessions are placed.
     pub placement: PlacementTable,
+    /// The names of models, besides those that the engines serve.
+    pub models: ModelsTable,
     /// Who may send requests.
     pub auth: AuthTable,
     /// The certificate that clients see.
@@ -214,6 +216,7 @@ impl Config {
             );
         }
         self.placement.check(&mut problems);
+        self.models.check(&mut problems);
         problems.extend(self.auth.problems(self.listen.data_addr, self.listen.admin_addr));
         problems
     }

@@ -14,7 +14,7 @@
 //! - `hinted`: leaves out a session that was only hinted at, where it can't be had.
 //! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
 //! - `reading`: reads a turn from its request, on a blocking thread if its body is long.
-//! - `form`: reads the model of a request that isn't JSON.
+//! - `form`: reads the model of a request that isn't JSON. `model_names`: which model a name means.
 //! - `priority`: bounds the priority that the request asks for.
 //! - `usage`: counts the tokens that turns use.
 //! - `access_log`: writes a line for each request. `spans`: what a turn's trace tells.
@@ -59,6 +59,7 @@ mod hinted;
 mod hints;
 pub(crate) mod liveness;
 pub(crate) mod mending;
+pub(crate) mod model_names;
 mod pair;
 pub(crate) mod placer;
 pub mod preamble;

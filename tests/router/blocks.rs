@@ -11,6 +11,7 @@ use serde_json::{Value, value::RawValue};
 use crate::{
     agent::Agent,
     harness::{Answer, Router, wait_until},
+    models,
 };
 
 fn block_tokens() -> BlockTokens {
@@ -126,6 +127,27 @@ async fn a_turn_goes_where_its_blocks_are_told_to_be() {
             |one: &Value| (one["worker"] == name, one["resident_tokens"].as_u64().unwrap_or(0));
         let resident: Vec<_> = compared.iter().map(resident).collect();
         assert_eq!(resident, [(true, 896), (false, 0), (false, 0)], "{why}");
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_s_blocks_are_known_under_each_name_of_its_model() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    for (of, agent) in (0..).zip([&a, &b]) {
+        agent.report_kv([reset(), has(&prompt(of)), Change::Complete]);
+    }
+    let router = models::router(&[&a, &b], &[("claude-*", "m"), ("tag:1", "m")], "m").await;
+    for name in ["a", "b"] {
+        until_kv(&router, name, "live", 14).await;
+    }
+    for model in ["m", "claude-x", "tag:1", "unknown", "un:known"] {
+        for (of, name) in (0..).zip(["a/0", "b/0"]) {
+            let body = serde_json::json!({ "model": model, "prompt": prompt(of) }).to_string();
+            let turn = router.call(http::Method::POST, "/v1/completions", &[], body).await;
+            let why = placed(&router, &turn).await;
+            assert_eq!(why["uncached_tokens"], 900 - 14 * 64, "{model}: {why}");
+            assert_eq!(worker(&turn), name, "{model}: {why}");
+        }
     }
 }
 

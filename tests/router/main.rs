@@ -7,6 +7,7 @@ mod blocks;
 mod harness;
 mod hints;
 mod lifecycle;
+mod models;
 mod preamble;
 mod recent;
 mod refusals;

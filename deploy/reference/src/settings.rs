@@ -197,6 +197,7 @@ impl Binary {
         };
         let values = match of.as_str() {
             "PathBuf" => "path",
+            "BTreeMap" => "table of texts",
             "SocketAddr" => "`address:port`",
             name => match self.source.enums.get(name) {
                 Some(variants) if is_list => {
@@ -300,7 +301,7 @@ mod tests {
 
     /// Defaults that stand for nothing need no reason: the key says what it is for.
     fn is_nothing(default: &str) -> bool {
-        ["`\"\"`", "`[]`", "`false`", "0"].contains(&default)
+        ["`\"\"`", "`[]`", "`{}`", "`false`", "0"].contains(&default)
     }
 
     #[test]

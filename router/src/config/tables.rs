@@ -4,6 +4,7 @@
 //! named `table.key` in messages. `super` loads and checks the settings.
 
 use std::{
+    collections::BTreeMap,
     net::{Ipv4Addr, SocketAddr},
     path::PathBuf,
 };
@@ -68,8 +69,8 @@ pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
 /// begins a conversation with 100 KB.
 pub const TOKENIZER_BYTES_MAX: usize = 512 << 20;
 
-/// The most headers that the settings add. Each costs a look at every request that nothing before
-/// it fits.
+/// The most aliases of models, and the most headers that the settings add. Each costs a look at
+/// every request that nothing before it fits.
 const NAMES_MAX: usize = 256;
 
 /// Headers that can't name sessions: they are secrets, or a connection's own.
@@ -262,6 +263,46 @@ fn session_header(name: &str) -> Option<HeaderName> {
     (!has_meaning).then_some(header)
 }
 
+/// `[models]`: the names of models, besides those that the engines serve. The engine gets the name
+/// that the client wrote, unless one of both has an adapter.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelsTable {
+    /// The model of a turn whose model no engine serves and no alias names. Empty, the default:
+    /// such a turn is answered 404.
+    pub default: String,
+    /// Other names of models, each with the real one: `"claude-*" = "qwen3-coder"`. A `*` stands
+    /// for any characters but a colon. A name that an engine serves stands for itself.
+    pub aliases: BTreeMap<String, String>,
+}
+
+impl ModelsTable {
+    /// Adds the problems of these settings.
+    pub(super) fn check(&self, problems: &mut Vec<String>) {
+        if self.aliases.len() > NAMES_MAX {
+            problems.push(format!("models.aliases: more than {NAMES_MAX} are named"));
+        }
+        let is_name = |name: &str| {
+            (1..=256).contains(&name.len())
+                && !name.starts_with(':')
+                && !name.chars().any(char::is_control)
+        };
+        let is_real_name = |name: &str| is_name(name) && !name.contains('*');
+        for (alias, model) in &self.aliases {
+            if !is_name(alias) || !is_real_name(model) {
+                problems.push(format!(
+                    "models.aliases: {alias:?} = {model:?}: write a name or a pattern of 1 to 256 \
+                     bytes, and a model's name without *"
+                ));
+            }
+        }
+        if !self.default.is_empty() && !is_real_name(&self.default) {
+            let default = &self.default;
+            problems.push(format!("models.default: {default:?} is no model's name"));
+        }
+    }
+}
+
 /// `[log]`: what the router writes of each request. Logs of the process itself go to standard
 /// error in any case.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -300,5 +341,14 @@ mod tests {
         for bad in ["x chat", "", "Authorization", "x-berth-delta"] {
             assert_eq!(headers(bad), 1, "{bad}");
         }
+        let models = |alias: &str, model: &str, default: &str| {
+            let mut problems = vec![];
+            let aliases = BTreeMap::from([(alias.to_owned(), model.to_owned())]);
+            ModelsTable { default: default.to_owned(), aliases }.check(&mut problems);
+            problems.len()
+        };
+        assert_eq!(models("claude-*", "m:sql", ""), 0);
+        assert_eq!(models("", "m", ""), 1);
+        assert_eq!(models("a", "m*", "n*"), 2);
     }
 }

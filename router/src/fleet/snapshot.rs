@@ -13,7 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{id::WorkerId, load::EngineRole};
+use proto::{
+    id::WorkerId,
+    load::{EngineFacts, EngineRole},
+};
 
 use super::{
     agent::{Agent, Facts, Link},
@@ -144,6 +147,14 @@ impl Snapshot {
             first.is_some_and(|(.., facts)| facts.description.engine.serves(model))
         };
         model.filter(|model| !self.serves_same_models || !is_served(model))
+    }
+
+    /// Iterates over what is known of the engines that serve models; one stands for all if all
+    /// agents serve the same ones.
+    pub fn engines(&self) -> impl Iterator<Item = &EngineFacts> + Clone {
+        let engines_max = if self.serves_same_models { 1 } else { usize::MAX };
+        let facts = self.agents.iter().filter_map(|agent| agent.facts.as_ref());
+        facts.map(|facts| &facts.description.engine).take(engines_max)
     }
 
     /// Returns the least predicted gain for which a session moves to another worker.

@@ -1,7 +1,8 @@
 //! Serves the list of models at `GET /v1/models`, and one of them at `GET /v1/models/{model}`.
 //!
 //! If all engines serve the same models, one engine answers: the request is placed like a turn.
-//! Otherwise the router itself lists the models that the agents have reported, in the same form.
+//! Otherwise, or if the settings have aliases, the router itself lists the models that the agents
+//! have reported, in the same form.
 
 use std::collections::BTreeMap;
 
@@ -10,66 +11,79 @@ use axum::{
     extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
-use proto::route::{Kind, Route};
+use proto::{
+    load::EngineFacts,
+    route::{Kind, Route},
+};
 use serde_json::{Value, json};
 use service::clock::now;
 
 use super::{IdPath, SharedState, id, respond, serve_turn};
-use crate::{auth::Caller, fleet::snapshot::Snapshot, placement::NoWorker};
+use crate::{auth::Caller, fleet::snapshot::Snapshot, placement::NoWorker, turn::shared::Shared};
 
-/// Answers with the models of the fleet.
+/// Answers with the models of the fleet, and with the aliases of the settings.
 pub(super) async fn list(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Response {
     let view = shared.directory.settled_view().await;
-    if view.serves_same_models() {
+    if view.serves_same_models() && shared.model_names.listed().next().is_none() {
         let route = Route { path: "/v1/models", kind: Kind::Models };
         return serve_turn(shared, caller, route, request).await;
     }
-    let models = list_models_of_workers(&view);
+    let models = usable_names(&shared, &view);
     if models.is_empty() {
         return respond(&shared, Err(NoWorker::Unusable.into()));
     }
+    let models: Vec<Value> =
+        models.iter().filter_map(|(id, name)| describe(id, name, &view)).collect();
     Json(json!({ "object": "list", "data": models })).into_response()
 }
 
-/// Answers with one model. Its name may contain slashes.
+/// Answers with one model. Its name may contain slashes, and may stand for another one.
 pub(super) async fn show(State(shared): SharedState, name: IdPath) -> Response {
-    let name = match id(name) {
+    let id = match id(name) {
         Ok(name) => name,
         Err(refusal) => return respond(&shared, Err(refusal)),
     };
     let view = shared.directory.settled_view().await;
-    let models = list_models_of_workers(&view);
-    if let Some(model) = models.iter().find(|model| model["id"] == name.as_str()) {
+    let names = usable_names(&shared, &view);
+    let real = shared.model_names.resolve(&id, view.engines()).map(|real| real.name);
+    let name = real.as_deref().or_else(|| names.get(id.as_str()).copied());
+    if let Some(model) = name.and_then(|name| describe(&id, name, &view)) {
         return Json(model).into_response();
     }
-    if models.is_empty() {
+    if names.is_empty() {
         return respond(&shared, Err(NoWorker::Unusable.into()));
     }
-    let names: Vec<&str> = models.iter().filter_map(|model| model["id"].as_str()).collect();
-    respond(&shared, Err(NoWorker::Model { model: name, offered: names.join(", ") }.into()))
+    let offered = names.into_keys().collect::<Vec<_>>().join(", ");
+    respond(&shared, Err(NoWorker::Model { model: id, offered }.into()))
 }
 
-/// Lists the models of all usable workers, in the form of an engine's own list.
-fn list_models_of_workers(view: &Snapshot) -> Vec<Value> {
+/// Returns the names and the aliases of the models of all usable workers, each with the real name.
+fn usable_names<'a>(shared: &'a Shared, view: &'a Snapshot) -> BTreeMap<&'a str, &'a str> {
+    let served = usable_engines(view).flat_map(EngineFacts::served_names);
+    // A name that an engine serves stands for itself.
+    let names: BTreeMap<&str, &str> =
+        shared.model_names.listed().chain(served.map(|name| (name, name))).collect();
+    let is_served = |name: &str| usable_engines(view).any(|engine| engine.serves(name));
+    names.into_iter().filter(|(_, name)| is_served(name)).collect()
+}
+
+fn usable_engines(view: &Snapshot) -> impl Iterator<Item = &EngineFacts> {
     let now = now();
-    let mut models = BTreeMap::new();
-    for (.., facts) in view.workers().filter(|(worker, ..)| view.state(*worker, now).is_usable()) {
-        let engine = &facts.description.engine;
-        for name in engine.served_names() {
-            let context_tokens = models.entry(name).or_insert(engine.context_tokens);
-            // A turn may go to any worker that serves the model, so the smallest context counts.
-            *context_tokens = engine.context_tokens.min(*context_tokens);
-        }
-    }
-    let to_json = |(name, context_tokens): (&str, u32)| {
-        json!({
-            "id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name,
-            "max_model_len": context_tokens,
-        })
-    };
-    models.into_iter().map(to_json).collect()
+    let usable = view.workers().filter(move |(worker, ..)| view.state(*worker, now).is_usable());
+    usable.map(|(.., facts)| &facts.description.engine)
+}
+
+/// Describes a model in the form of an engine's own list. `None` if no usable worker serves it.
+fn describe(id: &str, name: &str, view: &Snapshot) -> Option<Value> {
+    // A turn may go to any worker that serves the model, so the smallest context counts.
+    let serving = usable_engines(view).filter(|engine| engine.serves(name));
+    let context_tokens = serving.map(|engine| engine.context_tokens).min()?;
+    Some(json!({
+        "id": id, "object": "model", "created": 0, "owned_by": "sglang", "root": name,
+        "max_model_len": context_tokens,
+    }))
 }

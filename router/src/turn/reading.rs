@@ -24,7 +24,9 @@ use super::{
     error::Error,
     form,
     hinted::Unfit,
-    hints, pair,
+    hints,
+    model_names::{self, RealModel},
+    pair,
     preamble::{self, PreambleRange},
     priority::TurnPriority,
     request::{self, Nvext, Turn},
@@ -33,6 +35,7 @@ use super::{
 };
 use crate::{
     config::{auth::CacheIsolation, tables::PreamblePolicy},
+    fleet::snapshot::Snapshot,
     placement::{PairUse, Unpaired},
     shares::Sharer,
 };
@@ -59,10 +62,13 @@ struct Head<'a> {
     sharer: &'a Sharer,
     /// Identifies the sender of the request.
     principal: &'a str,
+    /// The models that engines serve; `None` if no other names of models are set.
+    view: Option<&'a Snapshot>,
 }
 
 /// Reads a turn from its request. Changes the body: removes a volatile preamble, bounds the turn's
-/// priority, and adds a salt where caches are isolated. `principal` identifies the sender of the
+/// priority, puts the real name of a model with an adapter in place of an alias, and adds a salt
+/// where caches are isolated. `principal` identifies the sender of the
 /// request.
 pub(super) async fn read_turn(
     shared: &Arc<Shared>,
@@ -73,7 +79,12 @@ pub(super) async fn read_turn(
     principal: &str,
 ) -> Result<ReadTurn, Error> {
     let (method, path, headers) = (&parts.method, parts.uri.path(), &parts.headers);
-    let head = Head { kind, method, path, headers, sharer, principal };
+    // At the start, no name is known for a real one.
+    let view = match shared.model_names.is_empty() {
+        true => None,
+        false => Some(shared.directory.settled_view().await),
+    };
+    let head = Head { kind, method, path, headers, sharer, principal, view: view.as_deref() };
     if held_body.bytes.len() <= INLINE_BYTES_MAX {
         return head.read_any(shared, held_body);
     }
@@ -82,7 +93,8 @@ pub(super) async fn read_turn(
     let (places, client) = (Arc::clone(&shared.shares.reading), Arc::clone(&sharer.name));
     let read = move || {
         let (method, headers, sharer) = (&method, &headers, &sharer);
-        let head = Head { kind, method, path: uri.path(), headers, sharer, principal: &principal };
+        let (path, principal, view) = (uri.path(), &*principal, view.as_deref());
+        let head = Head { kind, method, path, headers, sharer, principal, view };
         head.read_any(&shared, held_body)
     };
     places.run(&client, read).await
@@ -95,6 +107,8 @@ impl Head<'_> {
         let pairs = PairUse::Never(Unpaired::NotGenerated);
         if self.kind == Kind::Transcription {
             let model = form::read_model(self.headers, &held_body.bytes)?;
+            let real_model = model.as_deref().and_then(|name| self.real_model(shared, name));
+            let model = real_model.map(|real| real.name).or(model);
             let turn = Turn { model, pairs, ..Turn::default() };
             return Ok(ReadTurn { turn, unfit: Unfit::default(), held_body, class });
         }
@@ -125,23 +139,37 @@ impl Head<'_> {
         let sequences = count_sequences(kind, &object);
         let merges_logprobs = agent_body::logprobs::wants_input_logprobs(kind, &object);
         let preamble = self.find_preamble(shared, &object);
+        let real_model = self.view.and_then(|_| model_names::model_member(&object));
+        let real_model = real_model.and_then(|name| self.real_model(shared, &name));
+        let model = real_model
+            .as_ref()
+            .and_then(|real| model_names::with_adapter(&object, Some(real.name.clone())));
+        let sent_model = real_model.filter(|real| real.is_sent);
         let isolates = shared.cache_isolation == CacheIsolation::Principal && kind.is_generation();
-        let turn = if preamble.is_none() && !priority.changes_body() && !isolates {
-            request::read_object(&shared.session_headers, headers, &object, &nvext, principal)
+        let is_changed = preamble.is_some() || priority.changes_body() || sent_model.is_some();
+        let session_headers = &shared.session_headers;
+        let turn = if !is_changed && !isolates {
+            request::read_object(session_headers, headers, &object, &nvext, principal)
         } else {
             held_body.change(|bytes| match preamble {
                 None => bytes,
                 Some(range) => range.apply(bytes),
             });
             held_body.change(|bytes| priority.apply(bytes));
+            if let Some(real_model) = sent_model {
+                let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
+                let renamed_body = real_model.put_into(&object);
+                held_body.change(|_| renamed_body.into());
+            }
             if isolates {
                 let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
                 let salted_body = cache_isolation::add_salt(&object, principal)?;
                 held_body.change(|_| salted_body.into());
             }
-            request::read(&shared.session_headers, headers, &held_body.bytes, principal)
+            request::read(session_headers, headers, &held_body.bytes, principal)
         };
         let mut turn = turn?;
+        turn.model = model.or(turn.model);
         if !kind.is_generation() {
             // Any worker can answer this request, and it leaves no KV behind.
             turn = Turn { model: turn.model, pairs, ..Turn::default() };
@@ -151,6 +179,11 @@ impl Head<'_> {
         turn.hints = TurnHints { session: is_hint, priority: priority.hint, answer_tokens };
         turn = Turn { names, previous_response, pairs, sequences, merges_logprobs, ..turn };
         Ok(ReadTurn { turn, unfit, held_body, class })
+    }
+
+    /// Returns the real model that a name stands for, if it is another name.
+    fn real_model(self, shared: &Shared, name: &str) -> Option<RealModel> {
+        shared.model_names.resolve(name, self.view?.engines())
     }
 
     /// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.

@@ -29,7 +29,7 @@ use serde_json::{Value, value::RawValue};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::{
-    hints,
+    hints, model_names,
     session_names::{self, Hint, SessionHeaders},
 };
 use crate::{placement::PairUse, prompt::Prompt};
@@ -53,10 +53,6 @@ const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
 const OBJECT_BYTES_MAX: usize = 64 << 10;
 const OBJECT_ALLOWED: &str = "an object of at most 64 KiB with at most 4096 members";
 const NVEXT_ALLOWED: &str = "an object with at most 4096 members";
-
-/// The model's name in the body of a client that was given no name: the default of SGLang's own
-/// protocol.
-const UNNAMED_MODEL: &str = "default";
 
 /// What an idle time must be, for the client.
 const IDLE_SECONDS_ALLOWED: &str = "a positive number of seconds, at most ten years";
@@ -289,7 +285,7 @@ pub fn read_object(
         session,
         has_unusable_name,
         cache_key: cache_key(object, principal),
-        model: model_name(object),
+        model: model_names::with_adapter(object, model_names::model_member(object)),
         weights: header_weights(headers)?,
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
@@ -314,20 +310,6 @@ fn choose_name(
         (None, Hint::Session { key, .. }, None) => Some((key, Some(HintKind::SessionOrRequest))),
         (None, Hint::Unusable | Hint::Absent, None) => None,
     })
-}
-
-/// Returns the model that the body names, with its LoRA adapter if it names one.
-fn model_name(object: &Object<'_>) -> Option<String> {
-    // SGLang's clients send this name if they are given none.
-    let is_name = |name: &String| !name.is_empty() && name != UNNAMED_MODEL;
-    let model = string_member_or_none(object, "model").filter(is_name);
-    let adapter = string_member_or_none(object, "lora_path").filter(|name| !name.is_empty());
-    match (model, adapter) {
-        (model, None) => model,
-        // In the engine, an adapter in the model's name comes before `lora_path`.
-        (Some(model), Some(_)) if model.contains(':') => Some(model),
-        (model, Some(adapter)) => Some(format!("{}:{adapter}", model.unwrap_or_default())),
-    }
 }
 
 /// Returns a key made of the body's `prompt_cache_key`.
@@ -475,7 +457,7 @@ fn string_member(
 }
 
 /// Reads a string member. A value of another type counts as absent. The engine reports it.
-fn string_member_or_none(body: &Object<'_>, key: &str) -> Option<String> {
+pub(super) fn string_member_or_none(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
 

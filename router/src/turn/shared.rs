@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     access_log::AccessLog, body::Bodies, directory::SessionDirectory, ended::RecentTurns,
-    placer::Placer, session_names::SessionHeaders, sessions::SessionService,
-    upstream::UpstreamClient,
+    model_names::ModelNames, placer::Placer, session_names::SessionHeaders,
+    sessions::SessionService, upstream::UpstreamClient,
 };
 use crate::{
     auth::Authenticator,
@@ -89,6 +89,8 @@ pub(crate) struct Shared {
     pub(crate) preamble: PreamblePolicy,
     /// The headers that hint at sessions.
     pub(crate) session_headers: SessionHeaders,
+    /// What names of models stand for.
+    pub(crate) model_names: ModelNames,
     /// Where agents announce themselves; `None`: they may not.
     pub(crate) announcements: Option<Arc<Announcements>>,
     /// Who may share KV in the engines' caches.
