@@ -63,6 +63,11 @@ LAUNCHES = {
         Launch("messages", "claude-opus-5-5", simulator_flags=ENDING),
         # For prompts of recorded agents.
         Launch("agents", context_tokens=131_072, pool_tokens=1_048_576),
+        # Coding agents, whose instructions and tools are long, and longer in tokens of one byte.
+        Launch(
+            "programs", "qwen3-coder", context_tokens=524_288, pool_tokens=2_097_152,
+            simulator_flags=("--eos-per-mille", "100", "--prefill-tokens-per-s", "1000000"),
+        ),
         # The sizes of the kit for aborted prefills.
         Launch("small", page_size=256, context_tokens=512, pool_tokens=16_384),
         Launch("one-row", rows=1, env={"SGLANG_REQ_WAITING_TIMEOUT": "0.5"}),
