@@ -183,8 +183,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
     let tokens = follow_tokens(&config, registry, &file_metrics, &tasks)?;
-    let is_known_to_agents = config.agents.proves_itself();
-    let auth = Authenticator::new(keys.clone(), tokens, data_ip, is_known_to_agents);
+    let auth = Authenticator::new(keys.clone(), tokens, data_ip, config.agents.proves_itself());
     log_auth(&config, data_ip);
     let (ready_sender, ready) = watch::channel(Err("starting".to_owned()));
     let (updates, mailbox) = mpsc::channel(view::MAILBOX_UPDATES_MAX);
@@ -444,20 +443,18 @@ fn build_shared(
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);
     let models = start_models(&shares, &metrics, &view, control_clients, tasks);
-    let new_affinity_table =
-        || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
+    let new_table = || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
     let index_bytes_max = config.limits.overlap_bytes_max;
     let block_locator = Arc::new(BlockLocator::new(Arc::clone(&kv_index), models, index_bytes_max));
     let (claims_view, clients) = (Arc::clone(&view), Arc::clone(control_clients));
     let claims = Claims::new(&config.claims, claim_store, claims_view, clients, tasks.clone());
     let claims = Arc::new(claims);
-    let directory =
-        Arc::new(SessionDirectory::new(view, new_affinity_table(), config.connect_max()));
+    let directory = Arc::new(SessionDirectory::new(view, new_table(), config.connect_max()));
     let (placer, renewal_queue) = Placer::new(
         Arc::clone(&directory),
         Arc::clone(&claims),
         Arc::clone(&block_locator),
-        new_affinity_table(),
+        new_table(),
         Affinity::new(NAMES_SEEN_ONCE_MAX, config.affinity_idle_max()),
         Arc::clone(&metrics),
     );

@@ -140,7 +140,7 @@ async fn a_constant_name_keeps_no_crowd_of_turns_on_one_worker() {
     let mut answers = vec![];
     for turn in 0..16 {
         let body = format!("{{\"a\":{turn}}}");
-        answers.push(router.begin(Method::POST, "/v1/completions", waiting, &body).await);
+        answers.push(router.begin(Method::POST, "/v1/completions", waiting, body).await);
     }
     let turns = agents.each_ref().map(|agent| agent.turns().len());
     assert_eq!(turns.iter().sum::<usize>(), 16);

@@ -49,7 +49,7 @@ pub(super) async fn show(State(shared): SharedState, name: IdPath) -> Response {
     };
     let view = shared.directory.settled_view().await;
     let names = usable_names(&shared, &view);
-    let real = shared.model_names.resolve(&id, view.engines()).map(|real| real.name);
+    let real = shared.model_names.resolve(&id, &view.engines()).map(|real| real.name);
     let name = real.as_deref().or_else(|| names.get(id.as_str()).copied());
     if let Some(model) = name.and_then(|name| describe(&id, name, &view)) {
         return Json(model).into_response();

@@ -10,7 +10,6 @@ use proto::{
     load::EngineFacts,
 };
 
-use super::request::string_member_or_none;
 use crate::config::tables::ModelsTable;
 
 /// The model's name in the body of a client that was given no name: the default of SGLang's own
@@ -62,7 +61,7 @@ impl ModelNames {
     pub(crate) fn resolve<'a>(
         &self,
         name: &str,
-        engines: impl Iterator<Item = &'a EngineFacts> + Clone,
+        engines: &(impl Iterator<Item = &'a EngineFacts> + Clone),
     ) -> Option<RealModel> {
         let is_served = |name: &str| engines.clone().any(|engine| engine.serves(name));
         // `:adapter` means any model.
@@ -108,18 +107,23 @@ impl RealModel {
 pub(super) fn model_member(object: &Object<'_>) -> Option<String> {
     // SGLang's clients send this name if they are given none.
     let is_name = |name: &String| !name.is_empty() && name != UNNAMED_MODEL;
-    string_member_or_none(object, "model").filter(is_name)
+    text_member(object, "model").filter(is_name)
 }
 
 /// Returns the model's name, with the LoRA adapter that the body names, if it names one.
 pub(super) fn with_adapter(object: &Object<'_>, model: Option<String>) -> Option<String> {
-    let adapter = string_member_or_none(object, "lora_path").filter(|name| !name.is_empty());
+    let adapter = text_member(object, "lora_path").filter(|name| !name.is_empty());
     match (model, adapter) {
         (model, None) => model,
         // In the engine, an adapter in the model's name comes before `lora_path`.
         (Some(model), Some(_)) if model.contains(':') => Some(model),
         (model, Some(adapter)) => Some(format!("{}:{adapter}", model.unwrap_or_default())),
     }
+}
+
+/// Reads a text member. A value of another type counts as absent. The engine reports it.
+fn text_member(object: &Object<'_>, key: &str) -> Option<String> {
+    serde_json::from_str(object.get(key)?.get()).ok()
 }
 
 /// Whether a name fits a pattern, in which `*` stands for any characters but a colon.
@@ -186,18 +190,18 @@ mod tests {
             ("gone", "nowhere", true),
         ] {
             let expected = RealModel { name: real.to_owned(), is_sent };
-            assert_eq!(all.resolve(name, engines.iter()), Some(expected), "{name}");
+            assert_eq!(all.resolve(name, &engines.iter()), Some(expected), "{name}");
         }
         for real in ["qwen", "m:8b", "qwen:sql", "qwen:go", ":sql", ":go", "other", "xclaude-a"] {
-            assert_eq!(all.resolve(real, engines.iter()), None, "{real}");
+            assert_eq!(all.resolve(real, &engines.iter()), None, "{real}");
         }
         let with_default = names(&aliases, "qwen");
         let default = |is_sent| Some(RealModel { name: "qwen".to_owned(), is_sent });
-        assert_eq!(with_default.resolve("other", engines.iter()), default(false));
-        assert_eq!(with_default.resolve("other:free", engines.iter()), default(true));
+        assert_eq!(with_default.resolve("other", &engines.iter()), default(false));
+        assert_eq!(with_default.resolve("other:free", &engines.iter()), default(true));
         let long = "x".repeat(1 << 20);
-        assert_eq!(with_default.resolve(&long, engines.iter()), default(false));
-        assert_eq!(with_default.resolve("qwen:go", engines.iter()), None, "a missing adapter");
+        assert_eq!(with_default.resolve(&long, &engines.iter()), default(false));
+        assert_eq!(with_default.resolve("qwen:go", &engines.iter()), None, "a missing adapter");
         assert!(names(&[], "").is_empty() && !names(&[], "qwen").is_empty());
         let listed: Vec<_> = all.listed().map(|(name, _)| name).collect();
         assert_eq!(listed, ["claude-haiku-4-5", "gone", "qwen"]);

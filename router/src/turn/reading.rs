@@ -183,7 +183,7 @@ impl Head<'_> {
 
     /// Returns the real model that a name stands for, if it is another name.
     fn real_model(self, shared: &Shared, name: &str) -> Option<RealModel> {
-        shared.model_names.resolve(name, self.view?.engines())
+        shared.model_names.resolve(name, &self.view?.engines())
     }
 
     /// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.

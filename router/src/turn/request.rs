@@ -12,9 +12,9 @@
 //! session id for different sessions.
 //!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
-//! body (a field of the Dynamo API), the header `x-berth-session-id`, what clients send on their own
-//! ([`session_names`]), `session_id` in the body, `session_params.id` in the body, and at last a
-//! header that may name only the request. An id that clients send on their own is a hint, unless
+//! body (a field of the Dynamo API), the header `x-berth-session-id`, what clients send on their
+//! own ([`session_names`]), `session_id` in the body, `session_params.id` in the body, and at last
+//! a header that may name only the request. An id that clients send on their own is a hint, unless
 //! the turn says more about its session in Berth's own headers.
 
 use http::{HeaderMap, HeaderName};
@@ -457,7 +457,7 @@ fn string_member(
 }
 
 /// Reads a string member. A value of another type counts as absent. The engine reports it.
-pub(super) fn string_member_or_none(body: &Object<'_>, key: &str) -> Option<String> {
+fn string_member_or_none(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
 

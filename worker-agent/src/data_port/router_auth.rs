@@ -37,7 +37,7 @@ pub enum Caller {
 
 impl Caller {
     /// Returns who sent a request. Who isn't noted is trusted with nothing.
-    pub(super) fn of(request_head: &http::request::Parts) -> Self {
+    pub(super) fn read(request_head: &http::request::Parts) -> Self {
         request_head.extensions.get().copied().unwrap_or(Self::Local)
     }
 }

@@ -280,7 +280,7 @@ impl ReadTurn {
         let answer_head = exchange.wait_for_head().await;
         drop(engine_span);
         let answer_head = answer_head?;
-        if let Some(refusal) = engine_key_refusal(answer_head.status, Caller::of(&request_head)) {
+        if let Some(refusal) = engine_key_refusal(answer_head.status, Caller::read(&request_head)) {
             exchange.finish_refused().await;
             return Err(refusal);
         }
@@ -443,7 +443,7 @@ pub(super) async fn pass_through(
         .map_err(|_| Refusal::turn_timeout())?
         .map_err(|error| connection_refusal(&error))?;
     let (head, body) = response.into_parts();
-    match engine_key_refusal(head.status, Caller::of(request_head)) {
+    match engine_key_refusal(head.status, Caller::read(request_head)) {
         Some(refusal) => Err(refusal),
         None => Ok(Response::from_parts(response_head(head), Body::new(body))),
     }
@@ -462,7 +462,7 @@ fn engine_request(
     strip_request(headers);
     // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
-    set_credential(context, Caller::of(request_head), headers);
+    set_credential(context, Caller::read(request_head), headers);
     outgoing
 }
 
