@@ -70,6 +70,8 @@ pub struct PromptStart {
     blocks: Vec<Block>,
     /// Bytes of text in the blocks, at most [`EARLY_BYTES_MAX`]. Excludes `tools`.
     early_bytes: usize,
+    /// Whether the body holds only the end of the prompt.
+    is_continued: bool,
 }
 
 /// Compares the beginnings of one session's prompts, to find a volatile prefix.
@@ -122,6 +124,13 @@ impl Block {
 }
 
 impl PromptStart {
+    /// Returns the start of a prompt of which the body holds only the end, because the engine has
+    /// the rest. It shows no blocks, and belongs to its session.
+    #[must_use]
+    pub fn continued() -> Self {
+        Self { is_continued: true, ..Self::default() }
+    }
+
     /// Whether [`push`](Self::push) would keep no further block.
     #[must_use]
     pub fn is_full(&self) -> bool {
@@ -171,15 +180,30 @@ fn hash_parts(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
 
 impl PrefixTracker {
     /// Whether a prompt that begins so belongs to another conversation than the session's own.
+    /// `None` if that can't be told, because one of both shows no blocks.
     #[must_use]
-    pub fn is_aside(&self, start: &PromptStart) -> bool {
-        !start.blocks.is_empty() && self.relate(start) == Relation::OtherConversation
+    pub fn is_aside(&self, start: &PromptStart) -> Option<bool> {
+        if start.is_continued {
+            return Some(false);
+        }
+        let can_tell = !start.blocks.is_empty() && !self.conversation_blocks.is_empty();
+        can_tell.then(|| self.relate(start) == Relation::OtherConversation)
+    }
+
+    /// Records the start of a prompt of another conversation. It may be a request for a title, or
+    /// belong to a subagent, or begin what replaces the session's conversation.
+    pub fn record_aside(&mut self, start: PromptStart) {
+        // A shorter one in between, such as a title, doesn't end a longer one.
+        if start.blocks.len() > self.other_blocks.len() {
+            self.other_blocks = start.blocks;
+        }
+        self.debug_check();
     }
 
     /// Whether the newest prompt has made another conversation the session's.
     #[must_use]
     pub fn has_moved(&self) -> bool {
-        self.relation == Relation::Moved
+        matches!(self.relation, Relation::Moved | Relation::OtherConversation)
     }
 
     /// Returns the session's volatile prefix, if one was found.
@@ -202,18 +226,20 @@ impl PrefixTracker {
                 None
             }
             Relation::Changed(place) => self.extend_streak(Some(place), None),
-            // The prompt may ask for a title, or belong to a subagent. The next turn may continue
-            // `conversation_blocks`, so these stay. So does a longer prompt of another
-            // conversation, which one that is no longer does not end.
-            Relation::OtherConversation => {
-                if start.blocks.len() > self.other_blocks.len() {
-                    self.other_blocks = start.blocks;
-                }
+            // In a session that a client has opened, or that has had asides alone, the next turn
+            // may still continue `conversation_blocks`, so these stay once.
+            Relation::OtherConversation if self.other_blocks.is_empty() => {
+                self.record_aside(start);
                 return None;
+            }
+            Relation::OtherConversation => {
+                self.streak = None;
+                None
             }
         };
         // A repeated request for a title, which doesn't grow, shows nothing about the others.
-        if self.relation == Relation::Moved || has_grown(&self.conversation_blocks, &start) {
+        let has_moved = matches!(self.relation, Relation::Moved | Relation::OtherConversation);
+        if has_moved || has_grown(&self.conversation_blocks, &start) {
             self.other_blocks = vec![];
         }
         self.conversation_blocks = start.blocks;

@@ -93,6 +93,8 @@ pub(super) struct TurnCounts {
     /// Whether a turn ran beside the pinned session because another turn of its conversation was
     /// inside.
     pub(super) has_forked: bool,
+    /// The number of turns of other conversations since the last one of the session's.
+    pub(super) asides_in_a_row: u32,
 }
 
 /// The history of a session that the engine has committed: prompts and answers of finished turns.
@@ -192,6 +194,7 @@ impl TurnCounts {
             was_last_refused: false,
             is_unused: false,
             has_forked: false,
+            asides_in_a_row: 0,
         }
     }
 

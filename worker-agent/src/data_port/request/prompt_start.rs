@@ -30,6 +30,9 @@ pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart 
         _ => return start,
     };
     let get_non_null = |key| object.get(key).filter(|value| value.get() != "null");
+    if kind == Kind::Responses && get_non_null("previous_response_id").is_some() {
+        return PromptStart::continued();
+    }
     if let Some(tools) = get_non_null("tools") {
         start.push(PromptRole::Tools, 0, 0, &[tools.get().as_bytes()]);
     }
@@ -204,6 +207,8 @@ mod tests {
         }
         assert_ne!(responses("i", "t"), responses("I", "t"));
         assert_ne!(responses("i", "t"), responses("i", "T"));
+        let rest = json!({"previous_response_id": "resp_1", "input": "a"});
+        assert_eq!(start(Kind::Responses, &rest), PromptStart::continued());
         let plain = |text: &str| start(Kind::Responses, &json!({"input": text}));
         assert_ne!(plain("a"), plain("b"));
     }

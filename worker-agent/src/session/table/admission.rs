@@ -139,18 +139,13 @@ impl Table {
         if may_be_early && self.tickets.has_earlier_claim(claimed) {
             return Ok(Verdict::Wait);
         }
-        match self.history_use(now, &key, ticket) {
+        let (is_delta, waits_since) = (ticket.is_delta(), ticket.since);
+        match self.find_history(now, &key, waits_since) {
             HistoryUse::Free => {}
-            HistoryUse::AwaitedUntil(until) => {
-                self.note_wait_for_history(until);
-                return Ok(Verdict::Wait);
-            }
-            HistoryUse::Taken => {
-                self.sessions.update(&key, |session| session.turns.has_forked = true);
-                return Ok(self.decide_plain(now, plain));
-            }
+            HistoryUse::Awaited => return Ok(Verdict::Wait),
+            HistoryUse::Beside => return Ok(self.decide_plain(now, plain)),
         }
-        let is_delta = ticket.is_delta();
+        let session = &self.sessions[&key];
         if !is_delta && session.turns.running == 0 && self.prepare_for_full_history(now, &key, need)
         {
             return Ok(Verdict::Wait);
@@ -448,13 +443,15 @@ impl Table {
         let start = self.tickets.enter_engine(now, rid, &turn, (run, is_aside), free_rows);
         if let Some(TurnSession { key, .. }) = &turn.session {
             if !is_delta {
-                self.compare_prompt_start(key, start);
+                self.compare_prompt_start(key, start, is_aside);
             }
             self.change_session(key, |session| {
                 session.turns.waiting -= 1;
                 session.turns.running += 1;
                 session.turns.is_unused = false;
                 session.turns.was_last_refused = false;
+                session.turns.asides_in_a_row =
+                    if is_aside { session.turns.asides_in_a_row + 1 } else { 0 };
                 session.state.continue_in_tree();
                 if closes_session {
                     session.state.begin_closing();

@@ -5,7 +5,9 @@
 //! conversation, say. An aside runs on the radix tree and takes no place in its session: no turn
 //! waits for it, it pins nothing, and it changes nothing that the agent knows of the session's
 //! history. A client that shortens its conversation begins another one too, so the first turn after
-//! that runs as an aside. The next one continues it, and is the session's.
+//! that runs as an aside. The next one continues it, and is the session's. If only asides come, one
+//! of them runs as a turn of the session, and the shim compares it: what the agent takes for the
+//! session's conversation may be over.
 //!
 //! The KV that a pinned session computed since its pin is not in the radix tree. A turn that runs
 //! beside a running turn of the same conversation computes it again. So the turn first waits about
@@ -19,13 +21,16 @@ use std::time::{Duration, Instant};
 use proto::id::SessionKey;
 
 use super::{
-    Need, Session, Table,
+    Need, Session, State, Table,
     tickets::{Stage, Ticket},
 };
 
 /// A prompt that has at most the history's tokens divided by this number can't continue that
 /// history, and shares little with it.
 const ASIDE_DIVISOR: u64 = 4;
+/// The most asides in a row. Titles before, during and after a turn, and suggestions of the user's
+/// next message, are fewer.
+const ASIDES_IN_A_ROW_MAX: u32 = 8;
 /// A prefill rate that few engines exceed with long prompts. A lower one makes turns wait longer
 /// than computing takes.
 const PREFILL_TOKENS_PER_SECOND: u64 = 10_000;
@@ -33,64 +38,87 @@ const PREFILL_TOKENS_PER_SECOND: u64 = 10_000;
 /// the agent and wait two seconds for the answer.
 const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
 
-/// Whether a session's pinned history is free for one more turn.
+/// What a waiting full history finds of its session's pinned history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HistoryUse {
     /// The turn may run in its session.
     Free,
-    /// Another turn is inside. The turn waits until then.
-    AwaitedUntil(Instant),
-    /// Another turn is inside, and the wait has been long enough.
-    Taken,
+    /// Another turn is inside. The turn waits for it.
+    Awaited,
+    /// The turn runs beside its session.
+    Beside,
 }
 
 impl Table {
     /// Whether a waiting turn is an aside of its session.
     pub(super) fn is_aside(&self, session: &Session, ticket: &Ticket) -> bool {
         let Stage::Queued { need, prompt_start } = &ticket.stage else { return false };
-        let is_guest = session.has_auto_retention()
+        let may_be_guest = session.has_auto_retention()
             && !session.is_exclusive()
             && !ticket.is_delta()
             && !ticket.opens_session()
-            && !ticket.closes_session()
-            && !session.state.is_gone();
-        is_guest
-            && (session.prefix_tracker.is_aside(prompt_start) || is_far_shorter(session, *need))
+            && !ticket.closes_session();
+        // While the session opens, the engine doesn't know the tag that the turn would carry.
+        let has_place_beside =
+            matches!(session.state, State::Open(_) | State::InTree(_) | State::Demoted);
+        may_be_guest
+            && has_place_beside
+            && session.turns.asides_in_a_row < ASIDES_IN_A_ROW_MAX
+            && session
+                .prefix_tracker
+                .is_aside(prompt_start)
+                .unwrap_or_else(|| is_far_shorter(session, *need))
     }
 
-    /// Returns whether a waiting full history finds the history of its session free, if the agent
-    /// pinned that on its own.
-    pub(super) fn history_use(
-        &self,
+    /// Returns what a full history, which waits since then, finds of the history of its session, if
+    /// the agent pinned that on its own.
+    pub(super) fn find_history(
+        &mut self,
         now: Instant,
         key: &SessionKey,
-        ticket: &Ticket,
+        waits_since: Instant,
     ) -> HistoryUse {
         let session = &self.sessions[key];
         if session.turns.running == 0 || !session.is_pinned_by_agent() || session.is_exclusive() {
             return HistoryUse::Free;
         }
+        let generation = session.generation;
         let mut turns = self
             .tickets
             .inside()
-            .filter(|(_, ticket, inside)| ticket.is_of(session.generation) && inside.runs_pinned());
-        let Some((_, ahead, _)) = turns.next() else { return HistoryUse::Free };
+            .filter(|(_, ticket, inside)| ticket.is_of(generation) && inside.runs_pinned());
+        let Some((_, ahead, _)) = turns.next() else {
+            return if self.may_join(session) { HistoryUse::Free } else { HistoryUse::Beside };
+        };
         let millis = session.history.tokens.saturating_mul(1_000) / PREFILL_TOKENS_PER_SECOND;
         let compute_time = Duration::from_millis(millis);
         let wait_max =
             if ahead.awaits_plan() { compute_time.max(PLAN_WAIT_MAX) } else { compute_time };
-        let until = ticket.since + wait_max.min(self.settings.queue_wait_max);
-        if now < until { HistoryUse::AwaitedUntil(until) } else { HistoryUse::Taken }
+        let until = waits_since + wait_max.min(self.settings.queue_wait_max);
+        if now < until {
+            let first = self.history_awaited_until.map_or(until, |earlier| earlier.min(until));
+            self.history_awaited_until = Some(first);
+            return HistoryUse::Awaited;
+        }
+        self.sessions.update(key, |session| session.turns.has_forked = true);
+        HistoryUse::Beside
     }
 
-    /// Notes until when a turn waits for its session's history.
-    pub(super) fn note_wait_for_history(&mut self, until: Instant) {
-        let first = self.history_awaited_until.map_or(until, |earlier| earlier.min(until));
-        self.history_awaited_until = Some(first);
+    /// Whether a turn may run in a session while others run beside it. What makes a session's KV
+    /// unfit is acted on when no turn of the session is inside.
+    fn may_join(&self, session: &Session) -> bool {
+        let has_older_weights =
+            session.history.tokens > 0 && session.kv_epoch < self.weights.epoch();
+        self.shims.trims()
+            && !session.state.is_gone()
+            && !session.history.is_corrupt
+            && !session.history.is_adapter_gone
+            && !has_older_weights
     }
 }
 
-/// Whether a prompt is so much shorter than its session's pinned history that it can't continue it.
+/// Whether a prompt, which doesn't show how it begins, is so much shorter than its session's pinned
+/// history that it can't continue that.
 fn is_far_shorter(session: &Session, need: Need) -> bool {
     session.is_pinned() && need.prompt_tokens < session.history.tokens / ASIDE_DIVISOR
 }

@@ -79,15 +79,16 @@ impl Table {
             claim: claim.clone(),
             route_turns,
             order: self.tickets.next_order(),
-            is_after_abandoned: self.abandoned_turns(&self.sessions[key]) > 0,
+            abandoned_up_to: self.abandoned_turns(&self.sessions[key]).max().unwrap_or(0),
             is_orphaned: false,
         }
     }
 
-    /// Returns how many of a session's running turns were given up by their clients.
-    fn abandoned_turns(&self, session: &Session) -> u32 {
-        let runs_any = session.turns.running > 0;
-        if runs_any { self.tickets.abandoned_of(session.generation) } else { 0 }
+    /// Returns the orders of a session's running turns that their clients have given up. Only where
+    /// turns run one after the other does a next one count on them.
+    fn abandoned_turns(&self, session: &Session) -> impl Iterator<Item = u64> {
+        let may_have = session.turns.running > 0 && session.sharing != Sharing::Shared;
+        may_have.then(|| self.tickets.abandoned_of(session.generation)).into_iter().flatten()
     }
 
     /// Finds or creates the session of a turn, and checks whether it takes the turn.
@@ -129,8 +130,9 @@ impl Table {
         let turns_before = session.turns.in_progress();
         // One turn of a sequential session runs, and this many turns may wait behind it. A turn
         // that its client has given up ends soon, so the client's next one waits for that.
-        let turns_ahead = turns_before - self.abandoned_turns(session);
-        let is_full = turns_ahead > self.settings.turns_queued_per_session_max;
+        let turns_max = 1 + self.settings.turns_queued_per_session_max;
+        let is_full = turns_before >= turns_max
+            && turns_before as usize - self.abandoned_turns(session).count() >= turns_max as usize;
         if session.sharing != Sharing::Shared && is_full && guards.is_on(Guard::OneTurn) {
             return Err(Error::Busy);
         }

@@ -25,7 +25,9 @@ impl Table {
     pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
         let Some(inside) = self.tickets.inside_mut(rid) else { return };
         inside.abandoned_since.get_or_insert(now);
-        if !self.settings.guards.is_on(Guard::EndAcknowledged) {
+        if inside.was_aborted {
+            self.end_abandoned(now, rid);
+        } else if !self.settings.guards.is_on(Guard::EndAcknowledged) {
             self.end_turn(now, rid, Outcome::Aborted);
         }
     }
@@ -178,7 +180,7 @@ impl Table {
     ///
     /// The report names no turn. If it is late and concerns an earlier turn, it is still true of a
     /// turn that ends as refused, because such a turn takes no row. An abandoned turn that ends too
-    /// early leaves its session in doubt, and the shim reports the history after the turn's end.
+    /// early leaves its session in doubt, which the shim settles after the turn's end.
     pub fn handle_abort(&mut self, now: Instant, incarnation: &str) {
         let is_running = |inside: &Inside| {
             inside.runs_pinned() && inside.incarnation.as_deref() == Some(incarnation)
@@ -190,9 +192,7 @@ impl Table {
         {
             inside.was_aborted = true;
             if inside.abandoned_since.is_some() {
-                // The engine need not say it too. On some routes its answer never does, because
-                // only closing the connection aborts the turn.
-                self.end_turn(now, &rid, Outcome::Aborted);
+                self.end_abandoned(now, &rid);
             }
             return;
         }
@@ -203,6 +203,14 @@ impl Table {
             self.process_queue(now);
             self.debug_check();
         }
+    }
+
+    /// Ends a turn whose client has disconnected and which the engine has aborted, as the shim says.
+    /// The engine's answer need not say it too. On some routes it never does, because only closing
+    /// the connection aborts the turn. The report doesn't say what the engine had committed before,
+    /// in a turn that it had retracted, so the shim must report the history.
+    fn end_abandoned(&mut self, now: Instant, rid: &str) {
+        self.end_turn(now, rid, Outcome::Lost);
     }
 
     /// Records where the turn's answer begins, if its text may hide end tokens (`ignore_eos`).

@@ -8,10 +8,7 @@
 //! An incarnation is one life of a session in the engine. A guard is a rule that the simulation can
 //! switch off; the promise that belongs to it is then not checked.
 
-use super::{
-    Guard, RankCapacity, State, Table,
-    tickets::{Inside, Ticket},
-};
+use super::{Guard, RankCapacity, State, Table, tickets::Ticket};
 
 impl Table {
     /// Checks the table's promises. Panics if one is broken.
@@ -41,12 +38,7 @@ impl Table {
                 session.idle_max <= shares.idle_cap || !guards.is_on(Guard::IdleCapped),
                 "a session may be idle longer than the cap"
             );
-            let runs_in_it = |(_, ticket, inside): &(&str, &Ticket, &Inside)| {
-                ticket.is_of(session.generation) && !inside.is_aside
-            };
-            let runs_before_open = session.state == State::Planned
-                && session.turns.running > 0
-                && self.tickets.inside().any(|turn| runs_in_it(&turn));
+            let runs_before_open = session.state == State::Planned && session.turns.running > 0;
             assert!(!runs_before_open, "a turn runs in a session that isn't open");
             let respects_exclusivity = !session.is_exclusive() || session.turns.running <= 1;
             assert!(

@@ -34,9 +34,9 @@ pub(super) struct ClaimedSession {
     /// The position among all claims. The turns of a session are admitted in this order, no matter
     /// how long their bodies take to arrive.
     pub(super) order: u64,
-    /// Whether the client had given up the session's running turn before it sent this one, so that
-    /// it doesn't count on that turn.
-    pub(super) is_after_abandoned: bool,
+    /// The order of the newest turn of the session that its client had given up before it sent
+    /// this one, so that it counts on no turn up to that. 0 if there is none.
+    pub(super) abandoned_up_to: u64,
     /// Whether this is a delta that was to follow an earlier turn, and that turn did not become
     /// history.
     pub(super) is_orphaned: bool,

@@ -113,13 +113,12 @@ impl Tickets {
         })
     }
 
-    /// Returns how many turns inside the engine, of the session of this generation, were given up by
-    /// their clients.
-    pub(super) fn abandoned_of(&self, generation: u64) -> u32 {
-        let is_abandoned = |(_, ticket, inside): &(&str, &Ticket, &Inside)| {
-            inside.abandoned_since.is_some() && ticket.is_of(generation)
-        };
-        u32::try_from(self.inside().filter(is_abandoned).count()).unwrap_or(u32::MAX)
+    /// Returns the orders of the turns inside the engine, of the session of this generation, that
+    /// were given up by their clients.
+    pub(super) fn abandoned_of(&self, generation: u64) -> impl Iterator<Item = u64> {
+        let abandoned = self.inside().filter(|(_, _, inside)| inside.abandoned_since.is_some());
+        let sessions = abandoned.filter_map(|(_, ticket, _)| ticket.session.as_ref());
+        sessions.filter(move |it| it.generation == generation).map(|session| session.order)
     }
 
     /// Sets how the prompt of a claimed turn begins.
@@ -244,7 +243,6 @@ impl Tickets {
     /// Marks waiting deltas (turns with only new tokens) that were claimed after a turn as
     /// orphaned, because the history that they were to append to will not exist.
     pub(super) fn orphan_followers(&mut self, of: &Ticket) {
-        let was_abandoned = of.inside().is_some_and(|inside| inside.abandoned_since.is_some());
         let Some(of) = &of.session else { return };
         for ticket in self.tickets.values_mut().filter(|ticket| ticket.inside().is_none()) {
             let Some(session) = &mut ticket.session else { continue };
@@ -252,7 +250,7 @@ impl Tickets {
                 && !session.claim.open
                 && session.generation == of.generation
                 && session.order > of.order
-                && !(was_abandoned && session.is_after_abandoned);
+                && of.order > session.abandoned_up_to;
         }
     }
 

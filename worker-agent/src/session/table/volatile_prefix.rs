@@ -20,9 +20,20 @@ impl Table {
 
     /// Compares the beginning of an admitted full history with those of the session's earlier
     /// turns. The caller leaves out deltas, which don't hold the beginning of the prompt.
-    pub(super) fn compare_prompt_start(&mut self, key: &SessionKey, start: PromptStart) {
-        let newly_found =
-            self.sessions.update(key, |session| session.prefix_tracker.record_prompt_start(start));
+    /// `is_aside`: the turn isn't of the session's conversation.
+    pub(super) fn compare_prompt_start(
+        &mut self,
+        key: &SessionKey,
+        start: PromptStart,
+        is_aside: bool,
+    ) {
+        let newly_found = self.sessions.update(key, |session| {
+            if is_aside {
+                session.prefix_tracker.record_aside(start);
+                return None;
+            }
+            session.prefix_tracker.record_prompt_start(start)
+        });
         self.report_prefix(key, newly_found);
     }
 

@@ -1,6 +1,6 @@
 //! Tests of turns that the engine aborted while they ran, and answered as if it had refused them.
 
-use super::*;
+use super::{trim::seen, *};
 
 /// Returns the rows and the tokens that the pinned sessions hold.
 fn held(rig: &Rig) -> (u32, u64) {
@@ -51,16 +51,57 @@ fn a_turn_that_never_ran_keeps_what_its_session_holds() {
 
 #[test]
 fn a_turn_whose_client_has_left_ends_when_the_shim_says_so() {
+    for report_first in [false, true] {
+        let (mut rig, incarnation) = rig();
+        let turn = rig.turn(&delta("s")).inside();
+        if report_first {
+            rig.table.handle_abort(rig.now, &incarnation);
+            rig.table.abandon_turn(rig.now, &turn.rid);
+        } else {
+            rig.table.abandon_turn(rig.now, &turn.rid);
+        }
+        let next = rig.turn(&delta("s")).waits();
+        assert_eq!(rig.turn(&delta("s")).error(), Error::Busy, "one may wait for that end");
+        if !report_first {
+            rig.table.handle_abort(rig.now, &incarnation);
+        }
+        rig.carry_out();
+        assert_eq!(rig.answer(next.clone()), Answer::Waits(next.clone()), "what was committed?");
+        seen(&mut rig, &incarnation, 25);
+        let next = rig.answer(next).inside();
+        // The agent may wait longer for the engine's answer. Its end changes nothing then.
+        rig.end(&turn, Outcome::Lost);
+        rig.end(&next, finished(33, 5));
+        assert_eq!(held(&rig), (1, 48), "the report came first: {report_first}");
+    }
+}
+
+#[test]
+fn a_turn_that_was_retracted_before_its_client_left_leaves_nothing_to_append_to() {
     let (mut rig, incarnation) = rig();
     let turn = rig.turn(&delta("s")).inside();
     rig.table.abandon_turn(rig.now, &turn.rid);
+    rig.table.handle_abort(rig.now, &incarnation);
     let next = rig.turn(&delta("s")).waits();
-    assert_eq!(rig.turn(&delta("s")).error(), Error::Busy, "one may wait for that end");
+    // The engine had committed the prompt and a part of the answer.
+    seen(&mut rig, &incarnation, 36);
+    assert!(matches!(rig.answer(next), Answer::No(_)), "it would be appended to a part of that");
+}
+
+#[test]
+fn a_delta_that_counts_on_a_waiting_one_is_not_run_without_it() {
+    let settings = TableSettings { turns_queued_per_session_max: 2, ..settings() };
+    let mut rig = Rig::with(settings, engine(1));
+    rig.shim_up(true);
+    let incarnation = rig.pin_holding("s", 24);
+    let given_up = rig.turn(&delta("s")).inside();
+    rig.table.abandon_turn(rig.now, &given_up.rid);
+    let second = rig.turn(&delta("s")).waits();
+    let third = rig.turn(&delta("s")).waits();
     rig.table.handle_abort(rig.now, &incarnation);
     rig.carry_out();
-    let next = rig.answer(next).inside();
-    // The agent may wait longer for the engine's answer. Its end changes nothing then.
-    rig.end(&turn, Outcome::Lost);
-    rig.end(&next, finished(33, 5));
-    assert_eq!(held(&rig), (1, 48));
+    seen(&mut rig, &incarnation, 25);
+    let second = rig.answer(second).inside();
+    rig.end(&second, Outcome::Refused);
+    assert_eq!(rig.answer(third).error(), Error::PredecessorFailed);
 }

@@ -201,3 +201,49 @@ fn a_shortened_conversation_is_the_sessions_from_its_second_turn() {
     let (_, reopened, _) = coder.rig.answers.pop().expect("the question is answered");
     assert!(reopened.is_some_and(|reopened| reopened != incarnation));
 }
+
+#[test]
+fn a_turn_uses_no_kv_that_is_unfit_while_a_title_runs() {
+    type Spoil = fn(&mut Rig, &str);
+    let cases: [(&str, Spoil); 2] = [
+        ("corrupt", |rig, incarnation| rig.table.handle_corruption(rig.now, incarnation)),
+        ("the shim trims no more", |rig, _| rig.table.set_trimming(rig.now, false)),
+    ];
+    for (what, spoil) in cases {
+        let mut coder = Coder::new();
+        for _ in 0..3 {
+            let main = coder.main().inside();
+            coder.main_ends(&main);
+        }
+        let incarnation = coder.rig.table.get(&key("s")).unwrap().incarnation.clone();
+        let title = coder.title();
+        spoil(&mut coder.rig, &incarnation);
+        coder.rig.carry_out();
+        // Beside the pinned KV it is too large for the pool, so it waits until that is released.
+        let main = coder.main().waits();
+        coder.title_ends(&title);
+        coder.rig.demoted();
+        coder.rig.engine_closes();
+        let main = coder.rig.answer(main).inside();
+        assert_eq!(tokens_max(&main), None, "{what}");
+        let session = main.turn.session.as_ref().unwrap();
+        assert_ne!(session.retention, Retention::Pinned, "{what}");
+    }
+}
+
+#[test]
+fn a_session_that_gets_asides_alone_lets_the_shim_judge() {
+    let mut coder = Coder::new();
+    for _ in 0..3 {
+        let main = coder.main().inside();
+        coder.main_ends(&main);
+    }
+    let is_marked = |coder: &mut Coder| {
+        let title = coder.title();
+        let is_marked = tokens_max(&title).is_some();
+        coder.rig.end(&title, Outcome::Refused);
+        is_marked
+    };
+    let marked: Vec<bool> = (0..9).map(|_| is_marked(&mut coder)).collect();
+    assert_eq!(marked, [vec![false; 8], vec![true]].concat());
+}
