@@ -108,7 +108,8 @@ impl Authenticator {
         self.anonymous.is_some()
     }
 
-    /// Whether the credential of a request goes on to the agent: nobody but the engine can want it.
+    /// Whether the credential of a request goes on to an agent on the router's host: nobody but the
+    /// engine can want it.
     #[must_use]
     pub fn passes_credentials(&self) -> bool {
         self.is_open() && !self.is_known_to_agents

@@ -56,7 +56,7 @@ use proto::route::{Kind, ROUTES, Route};
 use service::{
     auth::{admin_only_refusal, credential},
     clock::now,
-    refusal::{Code, Refusal},
+    refusal::{Code, Refusal, is_first_try},
     server::HeldByAnswer,
 };
 
@@ -209,12 +209,14 @@ async fn serve_turn(
     let (mut parts, body) = request.into_parts();
     let (kind, trace) = (route.kind, spans::begin(&shared.traces, &mut parts, route));
     let (comment_interval, error_form) = (shared.waiting_comment, ErrorForm::new(&parts));
+    let is_first_try = is_first_try(&parts.headers);
     let flags = TurnFlags::default();
     let turn_flags = flags.clone();
     let turn = Box::pin(async move {
         let answer = turn::run(Arc::clone(&shared), kind, &caller, parts, body, &turn_flags).await;
         answer.map_err(|error| {
-            let refusal = counted(&shared, error.into()).allow_repeat(turn_flags.is_idempotent());
+            let may_repeat = is_first_try && turn_flags.is_idempotent();
+            let refusal = counted(&shared, error.into()).allow_repeat(may_repeat);
             spans::refuse(&trace, refusal.code.as_str(), refusal.code.status().as_u16());
             refusal
         })

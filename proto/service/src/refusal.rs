@@ -18,7 +18,7 @@ pub use aborted::AbortedTurn;
 use axum::response::{IntoResponse, Response};
 pub use code::{Code, GROUPS, Group, Origin, Repeat};
 pub use form::Api;
-use http::{HeaderName, HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use proto::claim;
 
 /// The header by which the libraries of OpenAI and Anthropic know whether to send a refused request
@@ -45,6 +45,17 @@ pub struct Refusal {
     retry_after: Option<Duration>,
 }
 
+/// Header with which OpenAI's and Anthropic's libraries count how often they have sent a request
+/// again.
+const RETRY_COUNT: HeaderName = HeaderName::from_static("x-stainless-retry-count");
+
+/// Whether a client sends a request for the first time, as far as it says so. A prompt that ends
+/// its engine must not be sent to one after the other.
+#[must_use]
+pub fn is_first_try(headers: &HeaderMap) -> bool {
+    headers.get(RETRY_COUNT).is_none_or(|count| count == "0")
+}
+
 impl Refusal {
     /// Makes a refusal. Its retry time is that of the code.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
@@ -61,10 +72,11 @@ impl Refusal {
 
     /// Lets the client send the request again, although a part of it may have run, if the request
     /// `is_idempotent`: it has its whole history, and running twice changes no more than running
-    /// once. Clients do so by themselves.
+    /// once. Clients do so by themselves. A turn that has used up its time would do so again.
     #[must_use]
     pub fn allow_repeat(mut self, is_idempotent: bool) -> Self {
-        if is_idempotent && self.code.repeat() == Repeat::AfterCheck {
+        let may_help = self.code.repeat() == Repeat::AfterCheck && self.code != Code::TurnTimeout;
+        if is_idempotent && may_help {
             self.retry_after = Some(REPEAT_AFTER);
         }
         self
@@ -153,7 +165,7 @@ mod tests {
             let response = Refusal::new(code, "").allow_repeat(is_idempotent).into_response();
             response.headers()[SHOULD_RETRY] == "true"
         };
-        assert!(repeated(Code::WorkerBrokeOff, true) && repeated(Code::TurnTimeout, true));
+        assert!(repeated(Code::WorkerBrokeOff, true) && repeated(Code::HandOffLate, true));
         assert!(!repeated(Code::WorkerBrokeOff, false), "a delta would be appended twice");
         assert!(!repeated(Code::ModelNotFound, true), "it fails again");
     }

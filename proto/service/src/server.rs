@@ -385,8 +385,10 @@ impl RequestHandler {
         let is_usual = matches!(begun, Some((_, Place::Usual)));
         let mut guard = begun.map(|(guard, _)| guard);
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
-        // Hyper sends an answer to HEAD without its body, whatever the service returns.
-        if request.method() == Method::HEAD {
+        // Hyper sends an answer to HEAD without its body, whatever the service returns. A control
+        // call acts, so it isn't made by a look at it.
+        let acts = proto::control::ControlRoute::for_path(request.uri().path()).is_some();
+        if request.method() == Method::HEAD && !acts {
             *request.method_mut() = Method::GET;
         }
         request.extensions_mut().insert(self.peer);

@@ -13,11 +13,10 @@ use memchr::memmem::Finder;
 const BORDER: &[u8] = b"\n\n";
 /// Finds [`BORDER`]. To make a finder for each part takes as long as to search a short one.
 static BORDERS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(BORDER));
-/// How an event begins that closes its stream. An error event of the Messages API does, too.
-const CLOSING: [&[u8]; 6] = [
+/// How an event begins that closes its stream.
+const CLOSING: [&[u8]; 5] = [
     b"data: [DONE]",
     b"event: message_stop\n",
-    b"event: error\n",
     b"event: response.completed\n",
     b"event: response.failed\n",
     b"event: response.incomplete\n",
@@ -111,7 +110,7 @@ mod tests {
     const STREAMS: [(&str, u64, bool); 8] = [
         ("data: {\"text\":\"[DONE]\"}\n\ndata: [DONE]\n\n", 2, true),
         ("event: message_delta\ndata: {}\n\nevent: message_stop\ndata: {\"type\":1}\n\n", 2, true),
-        ("event: message_start\ndata: {}\n\nevent: error\ndata: {\"error\":{}}\n\n", 2, true),
+        ("event: message_start\ndata: {}\n\nevent: error\ndata: {\"error\":{}}\n\n", 2, false),
         ("data: {}\n\nevent: response.completed\ndata: {\"response\":{\"output\":1}}\n\n", 2, true),
         ("event: response.incomplete\ndata: {}\n\n", 1, true),
         ("data: {\"text\":\"data: [DONE]\\n\\n\"}\n\nevent: response.failed", 1, false),

@@ -34,7 +34,7 @@ use proto::{
     route::Kind,
 };
 use service::{
-    clock::now, headers::strip_answer, proof::connection::is_busy,
+    auth::credential, clock::now, headers::strip_answer, proof::connection::is_busy,
     tls::client::is_certificate_refused, traces::record::SpanKind,
 };
 use tokio::time::Sleep;
@@ -49,7 +49,7 @@ use super::{
     recorder::{Observers, TurnRecorder},
     shared::Shared,
     spans,
-    target::Target,
+    target::{Target, is_on_this_host},
     upstream::{SendError, UpstreamClient, is_refused_as_stranger},
     usage::TurnTokens,
 };
@@ -118,6 +118,9 @@ impl OutboundTurn {
         *request.uri_mut() = uri;
         *request.headers_mut() = headers;
         let headers = request.headers_mut();
+        if !is_on_this_host(target.data_authority) {
+            credential::remove(headers);
+        }
         headers.insert(claim::TURN, turn_id_header(self.turn_id));
         headers.insert(claim::RANK, HeaderValue::from(target.worker.dp_rank));
         // A principal that no header can carry shares the engine with anonymous clients.

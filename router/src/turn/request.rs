@@ -12,9 +12,9 @@
 //! session id for different sessions.
 //!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
-//! body (a field of the Dynamo API), the header `x-berth-session-id`, what clients send on their
-//! own ([`session_names`]), `session_id` in the body, `session_params.id` in the body, and at last
-//! a header that may name only the request. An id that clients send on their own is a hint, unless
+//! body (a field of the Dynamo API), the header `x-berth-session-id`, `session_params.id` in the
+//! body (the turn is then a delta), what clients send on their own ([`session_names`]),
+//! `session_id` in the body, and at last a header that may name only the request. An id that clients send on their own is a hint, unless
 //! the turn says more about its session in Berth's own headers.
 
 use http::{HeaderMap, HeaderName};
@@ -248,6 +248,10 @@ pub fn read_object(
         Some(control) => Some(SessionKey::new(principal, control.session_id.as_str())?),
         None => own_header_session(headers, principal)?,
     };
+    // What a delta holds belongs to the session that its body names, whatever else is sent.
+    let of_delta = session_params_id.as_ref().filter(|_| own_key.is_none());
+    let of_delta = of_delta.map(|id| SessionKey::new(principal, id.as_str())).transpose()?;
+    let own_key = own_key.or(of_delta);
     let named = choose_name(own_key, hint, body_session_id, principal)?;
     // SGLang's own `session_params` always mean a delta.
     let is_delta = header_flag(headers, &DELTA_HEADER, "the header x-berth-delta")?
@@ -517,6 +521,7 @@ mod tests {
         let sources: [(&'static str, &str, &str); 20] = [
             ("", r#""nvext":{"session_control":{"session_id":"control"}}"#, "control"),
             ("x-berth-session-id", "berth", "berth"),
+            ("", r#""session_params":{"id":"params"}"#, "params"),
             ("x-claude-code-session-id", "claude", "claude"),
             ("thread-id", "codex", "codex"),
             ("x-codex-turn-metadata", r#"{"thread_id":"meta"}"#, "meta"),
@@ -529,7 +534,6 @@ mod tests {
             ("x-session-affinity", "aiperf", "aiperf"),
             ("", r#""metadata":{"user_id":"{\"session_id\":\"user\"}"}"#, "user"),
             ("", r#""session_id":"top""#, "top"),
-            ("", r#""session_params":{"id":"params"}"#, "params"),
             ("x-smg-routing-key", "gateway", "gateway"),
             ("x-sgl-routing-key", "router", "router"),
             ("x-correlation-id", "correlation", "correlation"),

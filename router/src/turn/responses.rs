@@ -13,6 +13,7 @@ use http::{HeaderMap, Method, Request, uri::PathAndQuery};
 use http_body_util::Full;
 use proto::{body::Object, route::Kind, turn_rid::TurnRid};
 use service::{
+    auth::credential,
     clock::now,
     headers::{strip_answer, strip_request},
 };
@@ -22,6 +23,7 @@ use super::{
     error::{Error, NoAnswer},
     request::Turn,
     shared::Shared,
+    target::is_on_this_host,
     upstream::SendError,
 };
 use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
@@ -83,6 +85,9 @@ pub(crate) async fn ask_engine(
     let facts = view.agents[agent].facts.as_ref().filter(|_| view.agents[agent].is_up());
     let facts = facts.ok_or(decide::Error::NoWorker(NoWorker::Unusable))?;
     strip_request(&mut headers);
+    if !is_on_this_host(&facts.data_authority) {
+        credential::remove(&mut headers);
+    }
     let mut request = Request::new(Full::default());
     *request.method_mut() = method;
     *request.uri_mut() = facts.data_uri(path);

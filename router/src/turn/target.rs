@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use proto::bootstrap::{Bootstrap, Half};
+use service::auth::gate;
 
 use crate::{
     fleet::{agent::Facts, lease::Lease, snapshot::Snapshot, worker::WorkerRef},
@@ -68,6 +69,14 @@ impl PlacedPrefill {
             },
         }
     }
+}
+
+/// Whether an agent's address is one of this host alone. Only such an agent may run without a proof
+/// of who its routers are, and so have an engine that checks clients itself.
+pub(super) fn is_on_this_host(data_authority: &str) -> bool {
+    let host = data_authority.rsplit_once(':').map_or(data_authority, |(host, _)| host);
+    let ip = host.trim_start_matches('[').trim_end_matches(']').parse();
+    host == "localhost" || ip.is_ok_and(gate::is_local)
 }
 
 /// Returns the host at which this router reaches an agent, as an engine takes it.

@@ -31,7 +31,7 @@ use service::{
     descriptors,
     headers::{strip_engine_answer, strip_request},
     places::{INLINE_BYTES_MAX, Places},
-    refusal::{Code, Refusal},
+    refusal::{Code, Refusal, is_first_try},
     tasks::Tasks,
     traces::{Traces, record::SpanKind, span::Trace},
 };
@@ -190,7 +190,7 @@ async fn serve_turn(
     check_encoding(&request_head.headers)?;
     let bootstrap = Bootstrap::from_headers(&request_head.headers)
         .map_err(|error| Refusal::new(Code::Claim, error.to_string()))?;
-    let ClaimedTurn { lease, principal, in_session, resident_tokens, hints, is_idempotent } =
+    let ClaimedTurn { lease, principal, in_session, resident_tokens, hints, may_repeat } =
         claim_turn(context, &request_head.headers, route.kind).await?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
@@ -205,7 +205,7 @@ async fn serve_turn(
     };
     let reading = parse_body(&context.reading, &principal, body_context, &held_body.bytes);
     let read = tokio::time::timeout(context.turn_time_max, reading).await;
-    let mut parsed = read.map_err(|_| Refusal::turn_timeout().allow_repeat(is_idempotent))??;
+    let mut parsed = read.map_err(|_| Refusal::turn_timeout())??;
     parsed.apply_hints(hints, lease.priority_order);
     parsed.apply_bootstrap(bootstrap);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
@@ -224,7 +224,7 @@ async fn serve_turn(
     ReadTurn { route, request_head, parsed, held_body, lease, running, trace }
         .run_at_engine(context, admitted)
         .await
-        .map_err(|refusal| refusal.allow_repeat(is_idempotent))
+        .map_err(|refusal| refusal.allow_repeat(may_repeat))
 }
 
 /// A turn whose body was read.
@@ -345,8 +345,8 @@ struct ClaimedTurn {
     in_session: bool,
     resident_tokens: u64,
     hints: TurnHints,
-    /// See [`Claim::is_idempotent`].
-    is_idempotent: bool,
+    /// Whether the client may repeat the turn by itself, although a part of it may have run.
+    may_repeat: bool,
 }
 
 /// Claims the turn's session before its body is read, so no other turn of the session can start
@@ -364,6 +364,7 @@ async fn claim_turn(
     let hints = TurnHints::from_headers(headers);
     let has_claim = claim.is_some();
     let is_idempotent = claim.as_ref().is_none_or(|(claim, _)| claim.is_idempotent());
+    let may_repeat = is_idempotent && is_first_try(headers);
     let claim_result = context
         .agent
         .claim(principal.clone(), claim, hints.session, requested_dp_rank, route_turns(kind))
@@ -374,7 +375,7 @@ async fn claim_turn(
     if let Some(error) = session_left_out {
         context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
     }
-    Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints, is_idempotent })
+    Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints, may_repeat })
 }
 
 /// Adds the headers that tell the shim how to handle a full history. The shim reads the headers
