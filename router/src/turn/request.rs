@@ -14,8 +14,9 @@
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
 //! body (a field of the Dynamo API), the header `x-berth-session-id`, `session_params.id` in the
 //! body (the turn is then a delta), what clients send on their own ([`session_names`]),
-//! `session_id` in the body, and at last a header that may name only the request. An id that clients send on their own is a hint, unless
-//! the turn says more about its session in Berth's own headers.
+//! `session_id` in the body, and at last a header that may name only the request. An id that
+//! clients send on their own is a hint, unless the turn says more about its session in Berth's own
+//! headers.
 
 use http::{HeaderMap, HeaderName};
 use proto::{

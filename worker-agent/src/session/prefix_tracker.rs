@@ -371,8 +371,8 @@ fn compare(old_blocks: &[Block], new_blocks: &[Block]) -> Relation {
     }
 }
 
-/// Whether a conversation with these blocks has grown, now that its prompt begins so. A prompt whose
-/// further blocks aren't kept counts as grown.
+/// Whether a conversation with these blocks has grown, now that its prompt begins so. A prompt of
+/// which further blocks aren't kept counts as grown.
 fn has_grown(old_blocks: &[Block], start: &PromptStart) -> bool {
     start.is_full() || start.blocks.len() > old_blocks.len()
 }

@@ -104,7 +104,8 @@ pub use self::{
     weights::WeightsReport,
 };
 
-/// All sessions and turns of one engine.
+/// All sessions and turns of one engine. Its many fields: each is a part that the decisions of the
+/// other modules need together.
 #[derive(Debug)]
 pub struct Table {
     settings: TableSettings,

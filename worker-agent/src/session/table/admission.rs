@@ -132,15 +132,12 @@ impl Table {
         if claimed.is_orphaned && guards.is_on(Guard::LostEndSuspect) {
             return Err(Error::PredecessorFailed);
         }
-        if self.is_aside(session, ticket) {
-            return Ok(self.decide_plain(now, plain));
-        }
         let may_be_early = session.turns.waiting > 1 && session.is_exclusive();
         if may_be_early && self.tickets.has_earlier_claim(claimed) {
             return Ok(Verdict::Wait);
         }
-        let (is_delta, waits_since) = (ticket.is_delta(), ticket.since);
-        match self.find_history(now, &key, waits_since) {
+        let is_delta = ticket.is_delta();
+        match self.find_history(now, &key, rid) {
             HistoryUse::Free => {}
             HistoryUse::Awaited => return Ok(Verdict::Wait),
             HistoryUse::Beside => return Ok(self.decide_plain(now, plain)),

@@ -38,7 +38,7 @@ const PREFILL_TOKENS_PER_SECOND: u64 = 10_000;
 /// the agent and wait two seconds for the answer.
 const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
 
-/// What a waiting full history finds of its session's pinned history.
+/// What a waiting turn finds of its session's history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HistoryUse {
     /// The turn may run in its session.
@@ -70,15 +70,13 @@ impl Table {
                 .unwrap_or_else(|| is_far_shorter(session, *need))
     }
 
-    /// Returns what a full history, which waits since then, finds of the history of its session, if
-    /// the agent pinned that on its own.
-    pub(super) fn find_history(
-        &mut self,
-        now: Instant,
-        key: &SessionKey,
-        waits_since: Instant,
-    ) -> HistoryUse {
-        let session = &self.sessions[key];
+    /// Returns what a waiting turn finds of the history of its session. An aside runs beside it.
+    /// Others may have to wait if the agent pinned the session on its own.
+    pub(super) fn find_history(&mut self, now: Instant, key: &SessionKey, rid: &str) -> HistoryUse {
+        let (session, ticket) = (&self.sessions[key], &self.tickets[rid]);
+        if self.is_aside(session, ticket) {
+            return HistoryUse::Beside;
+        }
         if session.turns.running == 0 || !session.is_pinned_by_agent() || session.is_exclusive() {
             return HistoryUse::Free;
         }
@@ -94,7 +92,7 @@ impl Table {
         let compute_time = Duration::from_millis(millis);
         let wait_max =
             if ahead.awaits_plan() { compute_time.max(PLAN_WAIT_MAX) } else { compute_time };
-        let until = waits_since + wait_max.min(self.settings.queue_wait_max);
+        let until = ticket.since + wait_max.min(self.settings.queue_wait_max);
         if now < until {
             let first = self.history_awaited_until.map_or(until, |earlier| earlier.min(until));
             self.history_awaited_until = Some(first);

@@ -205,7 +205,7 @@ impl Table {
         }
     }
 
-    /// Ends a turn whose client has disconnected and which the engine has aborted, as the shim says.
+    /// Ends a turn whose client has disconnected and which the engine has aborted, says the shim.
     /// The engine's answer need not say it too. On some routes it never does, because only closing
     /// the connection aborts the turn. The report doesn't say what the engine had committed before,
     /// in a turn that it had retracted, so the shim must report the history.
