@@ -59,7 +59,9 @@ class Coder:
 
     def title(self, of: str) -> None:
         messages = [
-            {"role": "system", "content": f"{self.name} writes titles."},
+            # It shares no page with the conversation: what is cached of that is then the same
+            # whichever of both is computed first.
+            {"role": "system", "content": f"Titles for {self.name}."},
             {"role": "user", "content": of},
         ]
         body = chat_body(messages, ANSWER_TOKENS)
