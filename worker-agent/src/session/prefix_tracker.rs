@@ -203,7 +203,7 @@ impl PrefixTracker {
     /// Whether the newest prompt has made another conversation the session's.
     #[must_use]
     pub fn has_moved(&self) -> bool {
-        matches!(self.relation, Relation::Moved | Relation::OtherConversation)
+        self.relation == Relation::Moved
     }
 
     /// Returns the session's volatile prefix, if one was found.
@@ -233,13 +233,13 @@ impl PrefixTracker {
                 return None;
             }
             Relation::OtherConversation => {
+                self.relation = Relation::Moved;
                 self.streak = None;
                 None
             }
         };
         // A repeated request for a title, which doesn't grow, shows nothing about the others.
-        let has_moved = matches!(self.relation, Relation::Moved | Relation::OtherConversation);
-        if has_moved || has_grown(&self.conversation_blocks, &start) {
+        if self.has_moved() || has_grown(&self.conversation_blocks, &start) {
             self.other_blocks = vec![];
         }
         self.conversation_blocks = start.blocks;
@@ -443,6 +443,20 @@ mod tests {
             VolatilePrefix { token_index: None, place: place(PromptRole::System, 0, 0), turns: 3 };
         assert_eq!(told, [None, None, None, Some(found), None, None]);
         assert_eq!(tracker.volatile_prefix(), Some(VolatilePrefix { turns: 5, ..found }));
+    }
+
+    #[test]
+    fn one_prompt_of_another_conversation_does_not_move_a_session() {
+        let mut tracker = PrefixTracker::default();
+        let main = ["do it", "done", "go on"];
+        tracker.record_prompt_start(prompt(["You", "help."], &main));
+        let title = || prompt(["You write titles.", "Be brief."], &["a title, please"]);
+        assert_eq!(tracker.is_aside(&title()), Some(true));
+        tracker.record_prompt_start(title());
+        assert!(!tracker.has_moved(), "it may be a title, in a session that takes no asides");
+        assert_eq!(tracker.is_aside(&prompt(["You", "help."], &main)), Some(false));
+        tracker.record_prompt_start(title());
+        assert!(tracker.has_moved());
     }
 
     #[test]
