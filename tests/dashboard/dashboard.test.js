@@ -212,22 +212,30 @@ test("a pinned session is demoted at the second click, and a refusal can be read
   await page.getByRole("button", { name: `Close session ${tagged}` }).waitFor();
   assert.equal(await demote(tagged).count(), 0, "a session without a pin has nothing to give");
   await filter.fill(name);
-  await demote(name).click();
-  assert.equal(await demote(name).textContent(), "Sure?");
-  await demote(name).click();
-  // The demo's engines have no shim.
-  await page.getByText(`Session ${name} is not demoted: this engine can't demote`).waitFor();
-  page.complaints = page.complaints.filter((text) => !text.includes("409"));
   const asked = [];
-  await page.route("**/demote", (route) => {
+  let turn;
+  await page.route("**/demote", async (route) => {
     asked.push(`${route.request().method()} ${new URL(route.request().url()).pathname}`);
-    return route.fulfill({ status: 204 });
+    // A turn begins after the page has offered the button.
+    turn ??= await fleet.startTurn(name);
+    await route.continue();
   });
   await demote(name).click();
+  assert.equal(await demote(name).textContent(), "Sure?");
   assert.deepEqual(asked, [], "one click demotes nothing");
   await demote(name).click();
+  await page.getByText(`Session ${name} is not demoted: a turn of this session runs`).waitFor();
+  page.complaints = page.complaints.filter((text) => !text.includes("409"));
+  await demote(name).waitFor({ state: "hidden" });
+  await turn.text();
+  await demote(name).click();
+  await demote(name).click();
   await page.getByText(`Session ${name} is demoted.`).waitFor();
-  assert.match(asked.join(), /^POST \/dashboard\/api\/sessions\/[0-9a-f]+\/demote$/);
+  assert.equal(asked.length, 2);
+  for (const call of asked) {
+    assert.match(call, /^POST \/dashboard\/api\/sessions\/[0-9a-f]+\/demote$/);
+  }
+  await demote(name).waitFor({ state: "hidden" });
   assert.deepEqual(page.complaints, []);
   assert.equal((await fleet.ask(`/v1/sessions/${name}`, { method: "DELETE" })).status, 204);
   await page.context().close();

@@ -94,6 +94,20 @@ export class Fleet {
     return fetch(`http://${HOST}:${this.data}${path}`, { ...options, headers });
   }
 
+  /** Starts a turn of a pinned session, which takes five seconds. */
+  async startTurn(session) {
+    const answer = await this.ask("/generate", {
+      method: "POST",
+      headers: { "content-type": "application/json", "x-berth-session-id": session },
+      body: JSON.stringify({
+        text: "word ".repeat(40), stream: true,
+        sampling_params: { max_new_tokens: 500, ignore_eos: true },
+      }),
+    });
+    if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);
+    return answer;
+  }
+
   /** Runs a turn of a session with some words. `parent` is the session that started it. */
   async chat(session, words, parent) {
     const messages = [{ role: "user", content: "word ".repeat(words) }];

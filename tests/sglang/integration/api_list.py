@@ -30,7 +30,7 @@ def test_each_route_of_the_engine_is_served_or_the_guide_says_why_not(fleet: Fle
     for path in unserved & set(document["paths"]):
         answer = wire.request("DELETE", f"{fleet.router_url}{path}")
         assert answer.status == 404, f"{path}, which the guide says isn't served: {answer.status}"
-    stale = unserved - set(document["paths"]) - {"/", "/metrics", "/docs"}
+    stale = unserved - set(document["paths"]) - {"/metrics", "/docs"}
     # A WebSocket isn't in the document, nor are routes that some models or flags bring.
     assert stale <= {"/v1/realtime", "/dumper/{method}", "/vertex_generate"}, "routes that are gone"
 
