@@ -24,6 +24,7 @@ pub mod response_scanner;
 pub mod route_features;
 pub mod router_auth;
 pub mod routes;
+mod shim_headers;
 pub(crate) mod spans;
 pub mod turn;
 

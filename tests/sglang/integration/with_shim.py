@@ -16,9 +16,13 @@ from integration import wire
 from integration.fleet import POOL_TOKENS, SETTLE_SECONDS_MAX, Fleet
 from integration.ledger import wait_figures
 from integration.processes import wait_until
+from integration.routes import send
 from integration.seams import written
 from integration.shim import Direct, text_of
-from integration.turns import Pinned, Turn, finished_turn, generate_at_engine, wait_session
+from integration.turns import (
+    Pinned, Turn, chat_body, delete_session, finished_turn, generate_at_engine, new_id,
+    wait_session,
+)
 
 CLOSES = 200
 
@@ -156,3 +160,31 @@ def _within(counts: dict[float, int], share: int) -> float:
     """Returns the smallest bound in seconds that this percentage of the closes kept."""
     needed = counts[float("inf")] * share / 100
     return min(limit for limit, count in counts.items() if count >= needed)
+
+
+def test_kv_of_a_tagged_session_is_evicted_last_on_the_route_of_messages(fleet: Fleet) -> None:
+    """The route's body can't name a session: the shim gives the turn its tag."""
+
+    def ask(**headers: str) -> dict:
+        body = chat_body(text_of(1200), 1)
+        answer = wire.post(f"{fleet.router_url}/v1/messages", body, headers)
+        assert answer.status == 200, f"the turn: {answer}"
+        assert answer.headers.get("x-berth-session-turn") == ("tagged" if headers else None)
+        return body
+
+    def cached(body: dict) -> int:
+        return send(fleet.engine_url, "messages", body).cached_tokens
+
+    with with_shim(fleet):
+        id = new_id("messages")
+        named = ask(**{"x-berth-session-id": id, "x-berth-retention": "tagged"})
+        unnamed = ask()
+        for _ in range(POOL_TOKENS // 1200):
+            generate_at_engine(fleet, text_of(1200), 1)
+        assert cached(unnamed) < 100, "nothing was evicted"
+        assert cached(named) >= 1200, "the tagged session's KV was evicted"
+        # What is closed has no claim any more.
+        assert delete_session(fleet, id).status == 204, "the status of the close"
+        for _ in range(POOL_TOKENS // 1200 + 3):
+            generate_at_engine(fleet, text_of(1200), 1)
+        assert cached(named) < 100, "the tag outlives its session"

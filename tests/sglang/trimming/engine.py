@@ -36,9 +36,10 @@ class Request:
 
     def __init__(
         self, text: str, session: str | None = None, rid: str = "r", tokens_max: int = 1 << 20,
-        mark: str | None = None, must_continue: bool = False, **more: Any,
+        mark: str | None = None, must_continue: bool = False, tag: str | None = None, **more: Any,
     ):
         self.text, self.rid, self.session_params = text, rid, more.get("session_params")
+        self.session_id = more.get("session_id")
         self.return_prompt_token_ids = False
         self.fields = more
         headers = [(b"host", b"engine")]
@@ -48,6 +49,8 @@ class Request:
             headers.append((b"x-override-berth-trim", mark.encode()))
         if must_continue:
             headers.append((b"x-override-berth-must-continue", b"1"))
+        if tag is not None:
+            headers.append((b"x-override-berth-tag", tag.encode()))
         self.http = SimpleNamespace(scope={"headers": headers})
 
 

@@ -117,6 +117,17 @@ async def test_a_turn_whose_session_was_closed_meanwhile_runs_without_its_tag(
     assert harness.manager.sent.session_id is None
 
 
+async def test_a_turn_has_the_tag_that_its_header_names(harness: Harness) -> None:
+    for own, header, tag in ((None, None, None), (None, "t", "t"), ("own", "t", "own")):
+        request = Request("<s>a<e>", session_id=own, tag=header)
+        await harness.tokenize(request)
+        assert request.session_id == tag
+    harness.trimmer._fail("test", RuntimeError("planted"))
+    request = Request("<s>a<e>", tag="t")
+    await harness.tokenize(request)
+    assert request.session_id is None, "nothing is changed by a trimmer that has failed"
+
+
 async def test_an_unmarked_request_runs_unchanged(harness: Harness) -> None:
     await harness.open()
     await harness.run_turn("<s>a<e>")

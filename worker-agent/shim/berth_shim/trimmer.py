@@ -13,6 +13,9 @@ room. `<rid>` is the agent's id of the turn. The mark is a header, because heade
 thing that all of the engine's routes pass on. Clients can't forge it: router and agent remove all
 client headers that begin with `x-override-`.
 
+The body of `/v1/messages` has no place for a session's tag. So the agent sends the tag of such a
+turn in the header `x-override-berth-tag`.
+
 For one HTTP request the engine may run several turns, one after the other: `/v1/responses` calls
 its built-in tools itself. The mark is for the first of them. The agent has reserved room for one
 turn, so the others run outside the session, and the agent learns of them by their plans.
@@ -55,6 +58,7 @@ from .trim import (
 
 MARK_HEADER = b"x-override-berth-trim"
 MUST_CONTINUE_HEADER = b"x-override-berth-must-continue"
+TAG_HEADER = b"x-override-berth-tag"
 # The names of the attributes by which the trimmer attaches a request's mark, and later its running
 # turn, to the engine's request object.
 _MARK_ATTRIBUTE, _TURN_ATTRIBUTE = "berth_trim", "berth_turn"
@@ -248,6 +252,8 @@ class Trimmer:
                 )
                 scope[_TAKEN_KEY] = True
                 setattr(body, _MARK_ATTRIBUTE, mark)
+            if TAG_HEADER in headers and not getattr(body, "session_id", None):
+                body.session_id = headers[TAG_HEADER].decode("latin-1")
         return original(manager, body, request, *a, **k)
 
     def _hook_batch(self, original: Method, manager: Any, body: Any, *a: Any, **k: Any) -> Any:

@@ -19,7 +19,7 @@ pub fn route_turns(kind: Kind) -> RouteTurns {
     match kind {
         Kind::Generate => RouteTurns::DeltasAndHistories,
         Kind::Chat | Kind::Completions | Kind::Responses => RouteTurns::FullHistories,
-        Kind::Messages => RouteTurns::UntaggedHistories,
+        Kind::Messages => RouteTurns::HistoriesTaggedByShim,
         _ => RouteTurns::Nothing,
     }
 }
@@ -32,10 +32,11 @@ mod tests {
     use crate::session::RunMode;
 
     #[test]
-    fn a_route_carries_tags_exactly_if_its_kind_does() {
+    fn a_route_carries_tags_if_its_kind_does_or_the_shim_adds_them() {
         for kind in ROUTES.map(|route| route.kind).into_iter().filter(|kind| kind.is_generation()) {
-            let runs_tagged = route_turns(kind).run_mode(RunMode::Tagged) == RunMode::Tagged;
-            assert_eq!(runs_tagged, kind.is_taggable(), "{kind:?}");
+            let mode = |shim_trims| route_turns(kind).run_mode(RunMode::Tagged, shim_trims);
+            assert_eq!(mode(false) == RunMode::Tagged, kind.is_taggable(), "{kind:?}");
+            assert_eq!(mode(true), RunMode::Tagged, "{kind:?}");
         }
     }
 }

@@ -46,6 +46,7 @@ use super::{
     request::{self, BodyContext, ParsedRequest},
     route_features::route_turns,
     router_auth::{Caller, RouterAuth},
+    shim_headers::{add_shim_headers, requires_continuation},
     spans,
 };
 use crate::{
@@ -62,15 +63,6 @@ const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens
 /// Response header of a session's turn: how the turn ran. The values are the names of
 /// `RunMode`.
 const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
-/// Request header to the engine for a turn with a full history. Berth's shim inside the engine may
-/// then trim the prompt: it gives the engine only the part that the session doesn't hold. The value
-/// has three words: the maximum number of prompt tokens with which the turn may run in the session,
-/// the session's id in the engine, and the turn's id.
-const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim");
-/// Request header to the engine, sent with [`TRIM_HEADER`]: the shim must refuse the turn if it
-/// doesn't continue its session's history. An old shim doesn't know the header, and runs such a
-/// turn outside the session. The agent then aborts the turn.
-const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 
 /// What each turn needs of the agent. Clones share the same state.
 #[derive(Debug, Clone)]
@@ -261,7 +253,7 @@ impl ReadTurn {
         );
         let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
         let mut outgoing = engine_request(context, &request_head, body);
-        add_shim_headers(outgoing.headers_mut(), &turn, &lease.rid);
+        add_shim_headers(outgoing.headers_mut(), route.kind, &turn, &lease.rid);
         let engine_span = trace.child("engine", SpanKind::Client);
         engine_span.inject(outgoing.headers_mut());
         lease.mark_sent();
@@ -376,26 +368,6 @@ async fn claim_turn(
         context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
     }
     Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints, may_repeat })
-}
-
-/// Adds the headers that tell the shim how to handle a full history. The shim reads the headers
-/// after the engine has tokenized the prompt.
-fn add_shim_headers(headers: &mut HeaderMap, turn: &Turn, rid: &str) {
-    let Some(session) = &turn.session else { return };
-    let Some(trim) = session.trim else { return };
-    let value = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
-    // This can't fail, because all three words are plain ASCII.
-    let Ok(value) = HeaderValue::from_str(&value) else { return };
-    headers.insert(TRIM_HEADER, value);
-    if trim.must_continue {
-        headers.insert(MUST_CONTINUE_HEADER, HeaderValue::from_static("1"));
-    }
-}
-
-/// Whether the shim must refuse the turn if it doesn't continue its session's history.
-fn requires_continuation(turn: &Turn) -> bool {
-    let trim = turn.session.as_ref().and_then(|session| session.trim);
-    trim.is_some_and(|trim| trim.must_continue)
 }
 
 /// Parses a body; a long one on a blocking thread, in a place of its sender.

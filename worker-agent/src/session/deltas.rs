@@ -128,7 +128,9 @@ pub(super) fn check_route(
     match route_turns {
         // If the session has no history, a full history and a delta are the same.
         RouteTurns::DeltasAndHistories if is_delta || !has_history || shim_trims => Ok(()),
-        RouteTurns::FullHistories | RouteTurns::UntaggedHistories if !is_delta && shim_trims => {
+        RouteTurns::FullHistories | RouteTurns::HistoriesTaggedByShim
+            if !is_delta && shim_trims =>
+        {
             Ok(())
         }
         _ => Err(Error::PinnedRouteRefused),

@@ -141,11 +141,11 @@ impl Need {
 
 impl RouteTurns {
     /// Returns how a turn of a session really runs that is to run as `planned`: on a route without
-    /// tags, nothing runs tagged.
+    /// tags, only a shim that trims lets it run tagged.
     #[must_use]
-    pub fn run_mode(self, planned: RunMode) -> RunMode {
+    pub fn run_mode(self, planned: RunMode, shim_trims: bool) -> RunMode {
         match (self, planned) {
-            (Self::UntaggedHistories, RunMode::Tagged) => RunMode::Untagged,
+            (Self::HistoriesTaggedByShim, RunMode::Tagged) if !shim_trims => RunMode::Untagged,
             _ => planned,
         }
     }
@@ -206,9 +206,9 @@ pub enum RouteTurns {
     /// Full histories only, and only if the shim trims them. On such a route, only the engine turns
     /// the prompt into tokens.
     FullHistories,
-    /// As [`Self::FullHistories`], and the engine takes no tag there: a turn outside pinned KV runs
-    /// without one.
-    UntaggedHistories,
+    /// As [`Self::FullHistories`], and the route's body has no place for a tag: a turn outside
+    /// pinned KV has one only if a shim that trims adds it.
+    HistoriesTaggedByShim,
     /// No turn.
     Nothing,
 }

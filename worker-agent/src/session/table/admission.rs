@@ -418,13 +418,15 @@ impl Table {
             },
             trim: None,
         });
+        let run_mode =
+            |session| ticket.run_mode(self.unpinned_run_mode(session), self.shims.trims());
         let is_rank_kept = self.settings.guards.is_on(Guard::RankOfSession);
         Turn {
             session: turn_session,
             dp_rank: if is_rank_kept { ticket.dp_rank } else { 0 },
             growth_tokens_max: None,
             weights_epoch: self.weights.epoch(),
-            run_mode: session.map(|(_, it)| ticket.run_mode(self.unpinned_run_mode(it))),
+            run_mode: session.map(|(_, session)| run_mode(session)),
         }
     }
 

@@ -126,9 +126,9 @@ impl Ticket {
     }
 
     /// Returns how the turn really runs on its route if it is to run as `planned`.
-    pub(super) fn run_mode(&self, planned: RunMode) -> RunMode {
+    pub(super) fn run_mode(&self, planned: RunMode, shim_trims: bool) -> RunMode {
         let session = self.session.as_ref();
-        session.map_or(planned, |session| session.route_turns.run_mode(planned))
+        session.map_or(planned, |session| session.route_turns.run_mode(planned, shim_trims))
     }
 
     /// Whether the turn is a delta: it holds only new tokens.

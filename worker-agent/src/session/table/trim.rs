@@ -315,7 +315,7 @@ impl Table {
         let need = Need { prompt_tokens: plan.prompt_tokens, is_exact: true, ..turn.need };
         self.tickets.run_beside(rid);
         let planned = self.unpinned_run_mode(&self.sessions[key]);
-        let run_mode = self.tickets[rid].run_mode(planned);
+        let run_mode = self.tickets[rid].run_mode(planned, self.shims.trims());
         let known = Effect::RunModeKnown { rid: rid.clone(), run_mode, growth_tokens_max: None };
         self.effects.push(known);
         if self.sessions[key].is_pinned() {

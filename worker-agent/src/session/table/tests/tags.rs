@@ -83,7 +83,8 @@ fn a_session_that_no_turn_was_tagged_with_needs_no_close() {
     let mut rig = Rig::new();
     let (claim, key) = (tagged("s"), key("s"));
     let need = Need { prompt_tokens: 8, ..Need::default() };
-    let turn = rig.ask(Some((&claim, &key)), None, RouteTurns::UntaggedHistories, need).inside();
+    let route_turns = RouteTurns::HistoriesTaggedByShim;
+    let turn = rig.ask(Some((&claim, &key)), None, route_turns, need).inside();
     assert_eq!((turn.turn.run_mode, turn.turn.tag()), (Some(RunMode::Untagged), None));
     rig.end(&turn, finished(8, 2));
     rig.close("s").unwrap();
