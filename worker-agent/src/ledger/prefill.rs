@@ -19,6 +19,14 @@ const INTERVAL_TOKENS_MIN: u64 = 256;
 /// The rate is not reported before this many tokens were measured. So one disturbed short interval
 /// doesn't determine the rate alone.
 const REPORTED_TOKENS_MIN: u64 = 1024;
+/// The rate is not reported before this many intervals were measured. An engine's first prompt may
+/// take ten times as long as others, because the engine compiles kernels meanwhile.
+const REPORTED_INTERVALS_MIN: u32 = 2;
+/// Until this many tokens were measured, the engine may still be warming up: an interval that is
+/// [`WARM_UP_FACTOR`] times as fast as those before it replaces them.
+const WARM_UP_TOKENS: u64 = 1 << 15;
+/// See [`WARM_UP_TOKENS`].
+const WARM_UP_FACTOR: u128 = 2;
 /// The largest sum of tokens that is kept. When the sum gets larger, both sums are scaled down, so
 /// that the tokens' sum is this number again. An interval loses weight as more tokens are measured:
 /// after this many tokens, its weight is about a third. The sum is as large as a few long prompts,
@@ -39,6 +47,10 @@ pub struct PrefillRate {
     tokens_sum: u64,
     /// The sum of the engine's times for these tokens, in femtoseconds.
     busy_fs_sum: u128,
+    /// Number of intervals measured since the engine started, up to [`REPORTED_INTERVALS_MIN`].
+    intervals: u32,
+    /// Tokens of all intervals measured since the engine started, up to [`WARM_UP_TOKENS`].
+    measured_tokens: u64,
     /// When the newest interval in the sums ended; `None` if the sums are 0.
     measured_at: Option<Instant>,
 }
@@ -59,6 +71,11 @@ impl PrefillRate {
         if tokens < INTERVAL_TOKENS_MIN || busy_us == 0 {
             return;
         }
+        self.intervals = (self.intervals + 1).min(REPORTED_INTERVALS_MIN);
+        if self.measured_tokens < WARM_UP_TOKENS && self.was_slower(tokens, busy_us) {
+            (self.tokens_sum, self.busy_fs_sum) = (0, 0);
+        }
+        self.measured_tokens = self.measured_tokens.saturating_add(tokens).min(WARM_UP_TOKENS);
         // A mean of the intervals' rates would be wrong. The engine measures a pass from the moment
         // when its scheduler noticed the end of the previous pass. If the scheduler notices an end
         // late, that pass gets too much time, and the next pass gets almost none. In the sums, the
@@ -79,11 +96,18 @@ impl PrefillRate {
     /// `None` until enough tokens were measured.
     #[must_use]
     pub fn tokens_per_s(&self) -> Option<(u64, Instant)> {
-        if self.tokens_sum < REPORTED_TOKENS_MIN {
+        if self.tokens_sum < REPORTED_TOKENS_MIN || self.intervals < REPORTED_INTERVALS_MIN {
             return None;
         }
         let rate = u128::from(self.tokens_sum) * 1_000_000 * FS_PER_US / self.busy_fs_sum.max(1);
         Some((u64::try_from(rate).unwrap_or(COUNT_MAX).clamp(1, COUNT_MAX), self.measured_at?))
+    }
+
+    /// Whether the intervals so far were much slower than one of so many tokens and microseconds.
+    fn was_slower(&self, tokens: u64, busy_us: u64) -> bool {
+        let busy_fs = u128::from(busy_us) * FS_PER_US;
+        let so_far = self.busy_fs_sum.saturating_mul(tokens.into());
+        so_far > WARM_UP_FACTOR.saturating_mul(busy_fs).saturating_mul(self.tokens_sum.into())
     }
 
     fn is_sound(&self) -> bool {
@@ -143,7 +167,8 @@ mod tests {
     fn tiny_prompts_do_not_make_an_engine_slow() {
         let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
         rate.record_sample(at, 0, 0);
-        counters.prefill(&mut rate, at, 20_000);
+        counters.prefill(&mut rate, at, 10_000);
+        counters.prefill(&mut rate, at, 10_000);
         let alone = told(&rate).unwrap();
         for _ in 0..1000 {
             counters.prefill(&mut rate, at, 20);
@@ -174,6 +199,7 @@ mod tests {
     fn scaling_the_sums_costs_less_than_a_token() {
         let mut rate = PrefillRate::default();
         rate.record_sample(start(), 0, 0);
+        rate.record_sample(start(), 256, 2);
         rate.record_sample(start(), TOKENS_SUM_MAX + 1, 1000);
         let exact = (TOKENS_SUM_MAX + 1) * 1000;
         let told = told(&rate).unwrap();
@@ -188,14 +214,31 @@ mod tests {
         rate.record_sample(at, 300, 50_000_000);
         assert_eq!(told(&rate), None);
         rate.record_sample(at, 10_300, 51_000_000);
+        assert_eq!(told(&rate), None, "the first prompt of an engine may be slow");
+        rate.record_sample(at, 20_300, 52_000_000);
         assert_eq!(told(&rate), Some(10_000));
+    }
+
+    #[test]
+    fn a_slow_first_prompt_is_forgotten_with_the_second() {
+        let (mut rate, at) = (PrefillRate::default(), start());
+        rate.record_sample(at, 0, 0);
+        rate.record_sample(at, 4_000, 4_000_000);
+        assert_eq!(told(&rate), None);
+        rate.record_sample(at, 8_000, 4_400_000);
+        assert_eq!(told(&rate), Some(10_000));
+        // Once it is warm, a fast prompt is one of many.
+        rate.record_sample(at, 48_000, 8_400_000);
+        rate.record_sample(at, 49_000, 8_420_000);
+        assert!((10_000..10_500).contains(&told(&rate).unwrap()), "{:?}", told(&rate));
     }
 
     #[test]
     fn a_rate_is_as_old_as_its_last_stretch() {
         let (mut rate, mut counters, at) = (PrefillRate::default(), Counters::default(), start());
         rate.record_sample(at, 0, 0);
-        counters.prefill(&mut rate, at, 20_000);
+        counters.prefill(&mut rate, at, 10_000);
+        counters.prefill(&mut rate, at, 10_000);
         counters.prefill(&mut rate, at + Duration::from_secs(9), 10);
         assert_eq!(rate.tokens_per_s().map(|(_, measured)| measured), Some(at));
     }
