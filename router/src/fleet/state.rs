@@ -16,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use proto::{
     id::SessionKey,
     load::{Description, LoadReport, Session},
@@ -23,8 +24,10 @@ use proto::{
 
 use super::{
     agent::{Agent, DataPortFailure, Facts, Link},
+    conversations::Conversations,
     lease::InFlight,
     membership::{AgentIds, Membership, Phase, Source, SourceList},
+    prefill_rates::PrefillRates,
     reuse_forecast::ReuseForecast,
     sessions::Sessions,
     snapshot::Snapshot,
@@ -76,6 +79,9 @@ pub struct SourceNews {
 /// to it. They take about five seconds. After that, new sessions may try the port again.
 const UNREACHABLE_REPORTS_MAX: u32 = 10;
 
+/// The most conversations without a name that are remembered. Each takes about 400 bytes.
+const CONVERSATIONS_MAX: usize = 32_768;
+
 /// Interval at which leaving agents are looked at.
 const LEAVING_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Longest time that an agent may take to leave. After it, turns that still run there go on, and
@@ -94,6 +100,11 @@ pub struct State {
     view: Snapshot,
     /// The source of the view's `reuse_demands`: the KV that sessions will presumably use again.
     forecast: ReuseForecast,
+    /// The conversations without a name, which the turns' tasks record. Their KV is part of the
+    /// view's `reuse_demands`.
+    conversations: Arc<Mutex<Conversations>>,
+    /// How fast the workers compute prompts, as of the newest forecast.
+    prefill_rates: PrefillRates,
     /// The agents of the fleet and their slots. The view's agents agree with it.
     membership: Membership,
     /// The sources that have neither sent a list nor failed yet.
@@ -123,6 +134,8 @@ impl State {
         let mut state = Self {
             view,
             forecast: ReuseForecast::new(config.limits.sessions_max),
+            conversations: Arc::new(Mutex::new(Conversations::new(CONVERSATIONS_MAX))),
+            prefill_rates: PrefillRates::default(),
             membership: Membership::new(&config.workers),
             silent_sources: members::awaited_sources(config),
             leaving_max: LEAVING_TIME_MAX,
@@ -136,6 +149,12 @@ impl State {
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         self.view.clone()
+    }
+
+    /// Returns the table of conversations without a name.
+    #[must_use]
+    pub fn conversations(&self) -> Arc<Mutex<Conversations>> {
+        Arc::clone(&self.conversations)
     }
 
     /// Returns an agent's current state.
@@ -220,8 +239,10 @@ impl State {
         agent.heard_at = Some(now);
         agent.note_usability(now);
         self.update_rows(agent_index);
-        if let Some(demands) = self.forecast.forecast_if_due(self.view.agents.len(), now) {
+        if let Some(mut demands) = self.forecast.forecast_if_due(self.view.agents.len(), now) {
+            self.conversations.lock().add_demand(&mut demands, now);
             self.view.reuse_demands = Arc::new(demands);
+            self.prefill_rates = PrefillRates::collect(&self.view.agents);
             (0..self.view.agents.len()).for_each(|agent_index| self.update_rows(agent_index));
         }
         #[cfg(debug_assertions)]
@@ -259,7 +280,8 @@ impl State {
     fn update_rows(&mut self, agent_index: usize) {
         let view = &mut self.view;
         let demands = view.reuse_demands.get(agent_index).map_or(&[][..], Vec::as_slice);
-        view.worker_table.update(agent_index, &view.agents[agent_index], demands);
+        let agent = &view.agents[agent_index];
+        view.worker_table.update(agent_index, agent, demands, &self.prefill_rates);
     }
 
     /// Applies the begin of a load stream.
@@ -348,7 +370,9 @@ impl State {
     /// Panics if parts of the view contradict each other.
     pub fn check_invariants(&self) {
         let demand = |worker| *self.view.reuse_demand(worker);
-        self.view.worker_table.check_invariants(&self.view.agents, demand);
+        let rates = &self.prefill_rates;
+        self.view.worker_table.check_invariants(&self.view.agents, rates, demand);
+        self.conversations.lock().check_invariants();
         assert_eq!(self.view.agents.len(), self.membership.slot_count());
         let up = self.view.agents.iter().filter(|agent| agent.is_up());
         let mut ids = HashSet::new();

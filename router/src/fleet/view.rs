@@ -8,6 +8,7 @@
 use std::{sync::Arc, time::Instant};
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use proto::load::Description;
 use service::{clock::now, supervisor::Watchdog, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
@@ -15,6 +16,7 @@ use tracing::{info, warn};
 
 use super::{
     agent::{Agent, Link},
+    conversations::Conversations,
     snapshot::Snapshot,
     state::{SourceNews, State, Update},
 };
@@ -31,13 +33,16 @@ pub(crate) type UpdateSender = mpsc::Sender<(usize, Update, Instant)>;
 #[derive(Debug)]
 pub(crate) struct View {
     newest: ArcSwap<Snapshot>,
+    /// The conversations without a name, which the turns' tasks record.
+    pub(crate) conversations: Arc<Mutex<Conversations>>,
     /// Notifies waiting tasks after each new snapshot.
     changed: watch::Sender<()>,
 }
 
 impl View {
-    pub(crate) fn new(first_snapshot: Snapshot) -> Self {
-        Self { newest: ArcSwap::from_pointee(first_snapshot), changed: watch::Sender::new(()) }
+    pub(crate) fn new(first_snapshot: Snapshot, conversations: Arc<Mutex<Conversations>>) -> Self {
+        let newest = ArcSwap::from_pointee(first_snapshot);
+        Self { newest, conversations, changed: watch::Sender::new(()) }
     }
 
     /// Returns the newest snapshot.

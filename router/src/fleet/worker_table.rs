@@ -25,6 +25,7 @@ use super::{
     agent::Agent,
     lease::{InFlight, InFlightCounts},
     pairing::PairClass,
+    prefill_rates::PrefillRates,
     reuse_forecast::ReuseDemand,
     worker::{WorkerRef, WorkerState},
 };
@@ -63,6 +64,7 @@ struct Row {
     heard_at: Option<Instant>,
     /// When the last load report arrived.
     reported_at: Option<Instant>,
+    /// The prefill rate that the worker is expected to have.
     prefill_tokens_per_s: Option<NonZeroU64>,
     /// Prompt tokens that are admitted and not yet computed, as reported.
     backlog_tokens: Option<Figure>,
@@ -76,12 +78,29 @@ struct Row {
     open_requests_at_report: u32,
     unanswered_tokens_at_report: u64,
     pool_tokens: Option<NonZeroU64>,
-    used_tokens: Option<u64>,
+    used_tokens: TokensIfKnown,
+    available_tokens: TokensIfKnown,
     wanted_tokens: u64,
     /// Bytes of KV per token on an engine in prefill or decode mode, if its agent reports them.
     kv_bytes_per_token: Option<NonZeroU32>,
     /// The engine's request rows: those that pinned sessions hold, and all.
     request_rows: Option<(u64, NonZeroU64)>,
+}
+
+/// A number of tokens, if it is known, in eight bytes: one more than the number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct TokensIfKnown(Option<NonZeroU64>);
+
+impl TokensIfKnown {
+    fn get(self) -> Option<u64> {
+        self.0.map(|more| more.get() - 1)
+    }
+}
+
+impl From<Option<u64>> for TokensIfKnown {
+    fn from(tokens: Option<u64>) -> Self {
+        Self(tokens.and_then(|tokens| NonZeroU64::new(tokens.saturating_add(1))))
+    }
 }
 
 /// The part of a worker's queue of staged prefills that other routers put there.
@@ -123,7 +142,13 @@ impl WorkerTable {
 
     /// Rewrites an agent's rows. `demands` has the reuse forecasts of its ranks, in order. A rank
     /// without a forecast has no demand.
-    pub(super) fn update(&mut self, agent_index: usize, agent: &Agent, demands: &[ReuseDemand]) {
+    pub(super) fn update(
+        &mut self,
+        agent_index: usize,
+        agent: &Agent,
+        demands: &[ReuseDemand],
+        rates: &PrefillRates,
+    ) {
         let rank_count = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
         let agent_rows = self.rows_of_agent(agent_index);
         if rank_count != agent_rows.len() {
@@ -135,7 +160,7 @@ impl WorkerTable {
         }
         let demands = demands.iter().chain(iter::repeat(&ReuseDemand::NOTHING));
         let rows = (0..).zip(demands).take(rank_count).map(|(dp_rank, demand)| {
-            Row::new(WorkerRef { agent: agent_index, dp_rank }, agent, demand)
+            Row::new(WorkerRef { agent: agent_index, dp_rank }, agent, demand, rates)
         });
         let removed: Vec<Row> = self.rows.splice(agent_rows, rows).collect();
         let is_in_pair = |row: &&Row| row.pair_class.is_some();
@@ -173,6 +198,7 @@ impl WorkerTable {
     pub(super) fn check_invariants(
         &self,
         agents: &[Arc<Agent>],
+        rates: &PrefillRates,
         demand: impl Fn(WorkerRef) -> ReuseDemand,
     ) {
         assert_eq!((self.row_starts.len(), self.row_starts[0]), (agents.len() + 1, 0));
@@ -185,7 +211,7 @@ impl WorkerTable {
             assert_eq!(self.rows_of_agent(index).len(), rank_count);
             for (dp_rank, row_index) in (0..).zip(self.rows_of_agent(index)) {
                 let worker = WorkerRef { agent: index, dp_rank };
-                assert_eq!(self.rows[row_index], Row::new(worker, agent, &demand(worker)));
+                assert_eq!(self.rows[row_index], Row::new(worker, agent, &demand(worker), rates));
                 assert!(Arc::ptr_eq(
                     &self.in_flight[row_index],
                     &agent.in_flight[dp_rank as usize]
@@ -196,7 +222,7 @@ impl WorkerTable {
 }
 
 impl Row {
-    fn new(worker: WorkerRef, agent: &Agent, demand: &ReuseDemand) -> Self {
+    fn new(worker: WorkerRef, agent: &Agent, demand: &ReuseDemand, rates: &PrefillRates) -> Self {
         let load = agent.rank_load(worker.dp_rank);
         let reported_value =
             |figure: fn(&RankLoad) -> Option<Figure>| Some(load.and_then(figure)?.value);
@@ -219,8 +245,11 @@ impl Row {
                 .fold(0, |bits, retention| bits | retention_bit(*retention)),
             heard_at: agent.heard_at,
             reported_at: agent.report.as_ref().map(|(_, at)| *at),
-            prefill_tokens_per_s: reported_value(|load| load.prefill_tokens_per_s)
-                .and_then(NonZeroU64::new),
+            prefill_tokens_per_s: rates.expected(
+                agent,
+                worker.dp_rank,
+                load.and_then(|load| load.prefill_tokens_per_s),
+            ),
             backlog_tokens,
             staged_prefill: load.and_then(|load| {
                 StagedPrefillOfOthers::new(load.staged_prefill?, counts_at_report)
@@ -235,8 +264,10 @@ impl Row {
             open_requests_at_report: counts_at_report.open_requests,
             unanswered_tokens_at_report: counts_at_report.unanswered_tokens,
             pool_tokens: reported_value(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
+            available_tokens: reported_value(|load| load.pool_available_tokens).into(),
             used_tokens: reported_value(|load| load.pool_used_tokens)
-                .max(reported_value(|load| load.pinned_tokens)),
+                .max(reported_value(|load| load.pinned_tokens))
+                .into(),
             wanted_tokens: demand.wanted_tokens,
             request_rows: reported_value(|load| load.rows_held).zip(rows_total),
         }
@@ -296,7 +327,8 @@ impl<'a> WorkerStats<'a> {
         self.row.retention_bits & retention_bit(retention) != 0
     }
 
-    /// Returns the measured prefill rate in tokens per second, or `None` if it wasn't measured.
+    /// Returns the prefill rate that the worker is expected to have, in tokens per second. It is
+    /// measured, on this worker or on others like it. `None` if no worker was measured.
     #[must_use]
     pub fn prefill_tokens_per_s(self) -> Option<u64> {
         self.row.prefill_tokens_per_s.map(NonZeroU64::get)
@@ -375,7 +407,13 @@ impl<'a> WorkerStats<'a> {
     /// Returns the KV in the pool that eviction can't take, in tokens.
     #[must_use]
     pub fn used_tokens(self) -> Option<u64> {
-        self.row.used_tokens
+        self.row.used_tokens.get()
+    }
+
+    /// Returns the KV in the pool that is free, in tokens; `None` if it isn't reported.
+    #[must_use]
+    pub fn available_tokens(self) -> Option<u64> {
+        self.row.available_tokens.get()
     }
 
     /// Returns the KV that sessions are expected to use again, in tokens.

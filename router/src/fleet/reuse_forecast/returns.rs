@@ -39,7 +39,7 @@ const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(5);
 
 /// The observations, and the estimate made from them.
 #[derive(Debug, Clone)]
-pub(super) struct ReturnEstimator {
+pub(in crate::fleet) struct ReturnEstimator {
     /// By class: number of sessions that returned within it.
     returned_counts: [f64; CLASS_COUNT],
     /// By class: number of sessions that ended within it.
@@ -67,7 +67,7 @@ impl Default for ReturnEstimator {
 
 impl ReturnEstimator {
     /// Records that a session returned after being idle for `idle_time`.
-    pub(super) fn record_return(&mut self, idle_time: Duration) {
+    pub(in crate::fleet) fn record_return(&mut self, idle_time: Duration) {
         self.returned_counts[class_of(idle_time)] += 1.0;
         if self.returned_counts.iter().sum::<f64>() > RETURNS_MAX {
             for count in self.returned_counts.iter_mut().chain(&mut self.ended_counts) {
@@ -77,13 +77,13 @@ impl ReturnEstimator {
     }
 
     /// Records that a session was closed or forgotten after being idle for `idle_time`.
-    pub(super) fn record_end(&mut self, idle_time: Duration) {
+    pub(in crate::fleet) fn record_end(&mut self, idle_time: Duration) {
         self.ended_counts[class_of(idle_time)] += 1.0;
     }
 
     /// Computes the estimate again if it is old. `idle_times` yields the idle times of the sessions
     /// that are idle now.
-    pub(super) fn update_estimate(
+    pub(in crate::fleet) fn update_estimate(
         &mut self,
         idle_times: impl Iterator<Item = Duration>,
         now: Instant,
@@ -101,12 +101,12 @@ impl ReturnEstimator {
     }
 
     /// Returns the probability, in thousandths, that a session idle for `idle_time` returns.
-    pub(super) fn chance_milli(&self, idle_time: Duration) -> u64 {
+    pub(in crate::fleet) fn chance_milli(&self, idle_time: Duration) -> u64 {
         self.chance_milli[class_of(idle_time)]
     }
 
     /// Returns the rate, in millionths per second, at which a session idle for `idle_time` returns.
-    pub(super) fn rate_micro(&self, idle_time: Duration) -> u64 {
+    pub(in crate::fleet) fn rate_micro(&self, idle_time: Duration) -> u64 {
         self.rate_micro[class_of(idle_time)]
     }
 

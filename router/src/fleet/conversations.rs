@@ -1,0 +1,604 @@
+//! Recognizes conversations whose clients name no session, by their prompts. Pure.
+//!
+//! A *turn* is one request and its answer, and a *worker* is one data-parallel rank of an engine.
+//! Most agent programs send no session name. But each prompt of a conversation begins with the
+//! previous one: it *continues* that prompt. This module remembers where each prompt ended, as the
+//! hash of its last blocks. A hash stands for the whole prompt up to its block, so one look-up per
+//! block of a new prompt finds the conversation that it continues.
+//!
+//! A conversation has its KV on one worker. An engine evicts the KV that was unused for longest. So
+//! this module assumes of each worker that the conversations used last are resident, as many as fit
+//! into its pool. The turns' tasks change the table and read it when they place a turn. The reuse
+//! forecast asks how much of each worker's KV is presumably used again: what has grown is likelier
+//! to grow again than a prompt that came once.
+//!
+//! What is remembered is only a reason to choose one worker rather than another. Another router
+//! doesn't know it.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::Instant,
+};
+
+use proto::block::BlockHash;
+
+use super::{
+    reuse_forecast::{self, IDLE_CLASSES, IdleClass, ReturnEstimator, ReuseDemand},
+    worker::WorkerRef,
+};
+
+/// Number of blocks at the end of a prompt by which its continuation is recognized. The last block
+/// may hold the beginning of the answer's turn, which some clients leave out of the history.
+const END_BLOCKS: usize = 2;
+/// If at least one of so many prompts that begin something new is continued, the next such prompt is
+/// placed as the first of a conversation.
+const BEGUN_PER_CONTINUED_MAX: u64 = 5;
+/// The conversations, begun and continued, that are assumed to have been seen at the start.
+const SEEN_ASSUMED: [u64; 2] = [20, 10];
+/// Number of conversations begun beyond which the counts are halved, so that new ones weigh more.
+const BEGUN_MAX: u64 = 20_000;
+
+/// The most conversations whose eviction by one prompt is valued.
+const EVICTED_AT_ONCE_MAX: usize = 32;
+
+/// The number of a conversation, never used twice.
+pub type ConversationId = u64;
+
+/// A place in the order of last use: when, and a number that is never used twice.
+type UseOrder = (Instant, u64);
+
+/// The conversations without a name, at most a fixed number.
+#[derive(Debug)]
+pub struct Conversations {
+    conversations_max: usize,
+    conversations: HashMap<ConversationId, Conversation>,
+    /// By hash of one of a prompt's last blocks: the conversation.
+    by_end: HashMap<BlockHash, ConversationId>,
+    /// All conversations without a running turn, unused for longest first.
+    idle: BTreeSet<(UseOrder, ConversationId)>,
+    workers: HashMap<WorkerRef, WorkerConversations>,
+    /// How likely conversations continue that had one turn, and that had more.
+    returns: [ReturnEstimator; 2],
+    /// Conversations that have begun, and those of them that were continued.
+    begun: u64,
+    continued: u64,
+    last_id: ConversationId,
+    last_use: u64,
+}
+
+/// The conversations whose KV is presumably on one worker.
+#[derive(Debug, Default)]
+struct WorkerConversations {
+    /// Those without a running turn, unused for longest first.
+    idle: BTreeSet<(UseOrder, ConversationId)>,
+    /// Tokens of those.
+    idle_tokens: u64,
+    /// Tokens of all of them, those with a running turn included.
+    tokens: u64,
+}
+
+/// What is known of one conversation.
+#[derive(Debug, Clone)]
+struct Conversation {
+    /// The worker that ran the last turn.
+    worker: WorkerRef,
+    /// Hashes of the last blocks of its last prompt.
+    ends: Vec<BlockHash>,
+    /// Tokens of the last prompt.
+    prompt_tokens: u64,
+    /// Tokens of KV that only this conversation has on the worker: without what it shares.
+    own_tokens: u64,
+    /// Whether its KV is presumably resident.
+    is_resident: bool,
+    /// When the last turn ended. `None` while a turn runs.
+    idle_since: Option<UseOrder>,
+    /// When a turn last moved it to another worker.
+    moved_at: Option<Instant>,
+    /// Whether a prompt has continued an earlier one.
+    has_grown: bool,
+}
+
+/// A conversation that a prompt continues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Continued {
+    /// Which one.
+    pub id: ConversationId,
+    /// The worker that ran its last turn.
+    pub worker: WorkerRef,
+    /// When that turn ended.
+    pub idle_since: Instant,
+    /// When a turn last moved it to another worker.
+    pub moved_at: Option<Instant>,
+    /// Tokens of KV that only this conversation has there.
+    pub own_tokens: u64,
+}
+
+/// A turn that begins.
+#[derive(Debug, Clone, Copy)]
+pub struct Begun<'a> {
+    /// The hashes of the prompt's blocks.
+    pub chain: &'a [BlockHash],
+    /// Tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// Prompt tokens that the worker has to compute.
+    pub uncached_tokens: u64,
+    /// The worker.
+    pub worker: WorkerRef,
+    /// Tokens of the worker's pool.
+    pub pool_tokens: u64,
+}
+
+impl Conversations {
+    /// Creates an empty table for at most `conversations_max` conversations.
+    #[must_use]
+    pub fn new(conversations_max: usize) -> Self {
+        Self {
+            conversations_max: conversations_max.max(1),
+            conversations: HashMap::new(),
+            by_end: HashMap::new(),
+            idle: BTreeSet::new(),
+            workers: HashMap::new(),
+            returns: Default::default(),
+            begun: SEEN_ASSUMED[0],
+            continued: SEEN_ASSUMED[1],
+            last_id: 0,
+            last_use: 0,
+        }
+    }
+
+    /// Returns the conversation that a prompt continues. `None` if there is none, if its KV is
+    /// presumably evicted, or if a turn of it runs: prompts that are sent side by side are not one
+    /// conversation.
+    #[must_use]
+    pub fn find(&self, chain: &[BlockHash]) -> Option<Continued> {
+        let id = self.find_id(chain)?;
+        let conversation = &self.conversations[&id];
+        let (idle_since, _) = conversation.idle_since?;
+        conversation.is_resident.then_some(Continued {
+            id,
+            worker: conversation.worker,
+            idle_since,
+            moved_at: conversation.moved_at,
+            own_tokens: conversation.own_tokens,
+        })
+    }
+
+    /// Returns the idle conversation whose last prompt this prompt begins with.
+    fn find_id(&self, chain: &[BlockHash]) -> Option<ConversationId> {
+        let id = chain.iter().rev().find_map(|hash| self.by_end.get(hash))?;
+        self.conversations[id].idle_since.is_some().then_some(*id)
+    }
+
+    /// Whether a prompt without a name probably begins a conversation.
+    #[must_use]
+    pub fn expects_more_turns(&self) -> bool {
+        self.begun <= self.continued * BEGUN_PER_CONTINUED_MAX
+    }
+
+    /// Returns the tokens of conversations that are presumably resident on the worker.
+    #[must_use]
+    pub fn tokens_on(&self, worker: WorkerRef) -> u64 {
+        self.workers.get(&worker).map_or(0, |on_worker| on_worker.tokens)
+    }
+
+    /// Returns when the conversation was last used that the worker evicts first. `None` if the
+    /// worker has none.
+    #[must_use]
+    pub fn oldest_use_on(&self, worker: WorkerRef) -> Option<Instant> {
+        self.workers.get(&worker)?.idle.first().map(|((at, _), _)| *at)
+    }
+
+    /// Returns the KV of the idle conversations on the worker by class of idle time, and its sum.
+    /// The classes have only what is evicted first: about `tokens_max` tokens.
+    #[must_use]
+    pub fn evicted_first(
+        &self,
+        worker: WorkerRef,
+        tokens_max: u64,
+        now: Instant,
+    ) -> ([IdleClass; IDLE_CLASSES], u64) {
+        let mut classes = [IdleClass::default(); IDLE_CLASSES];
+        let Some(on_worker) = self.workers.get(&worker) else { return (classes, 0) };
+        let mut tokens = 0_u64;
+        for ((at, _), id) in on_worker.idle.iter().take(EVICTED_AT_ONCE_MAX) {
+            if tokens >= tokens_max {
+                break;
+            }
+            let Conversation { own_tokens, has_grown, .. } = self.conversations[id];
+            let idle_time = now.saturating_duration_since(*at);
+            let chance_milli = self.returns[usize::from(has_grown)].chance_milli(idle_time);
+            classes[reuse_forecast::idle_class_of(idle_time)].add_unnamed(own_tokens, chance_milli);
+            tokens = tokens.saturating_add(own_tokens);
+        }
+        (classes, on_worker.idle_tokens)
+    }
+
+    /// Records that a turn begins, and returns its conversation. A prompt that is too short to have
+    /// a block begins none.
+    pub fn begin_turn(&mut self, begun: &Begun<'_>, now: Instant) -> Option<ConversationId> {
+        if begun.chain.is_empty() {
+            return None;
+        }
+        let id = match self.find_id(begun.chain) {
+            Some(id) => {
+                self.continue_conversation(id, begun, now);
+                id
+            }
+            None => self.insert(begun),
+        };
+        let ends = &begun.chain[begun.chain.len().saturating_sub(END_BLOCKS)..];
+        self.set_ends(id, ends);
+        self.evict(begun.worker, begun.pool_tokens);
+        self.bound(now);
+        Some(id)
+    }
+
+    fn insert(&mut self, begun: &Begun<'_>) -> ConversationId {
+        self.last_id += 1;
+        self.begun += 1;
+        if self.begun > BEGUN_MAX {
+            (self.begun, self.continued) = (self.begun / 2, self.continued / 2);
+        }
+        let conversation = Conversation {
+            worker: begun.worker,
+            ends: vec![],
+            prompt_tokens: begun.prompt_tokens,
+            own_tokens: begun.uncached_tokens,
+            is_resident: true,
+            idle_since: None,
+            moved_at: None,
+            has_grown: false,
+        };
+        self.workers.entry(begun.worker).or_default().tokens += conversation.own_tokens;
+        self.conversations.insert(self.last_id, conversation);
+        self.last_id
+    }
+
+    fn continue_conversation(&mut self, id: ConversationId, begun: &Begun<'_>, now: Instant) {
+        self.take_from_worker(id);
+        let conversation = self.conversations.get_mut(&id).expect("it was just found");
+        if let Some(order) = conversation.idle_since.take() {
+            self.idle.remove(&(order, id));
+            let idle_time = now.saturating_duration_since(order.0);
+            self.returns[usize::from(conversation.has_grown)].record_return(idle_time);
+        }
+        let stays = conversation.is_resident && conversation.worker == begun.worker;
+        let kept_tokens = if stays { conversation.own_tokens } else { 0 };
+        // The answer was added to the KV, and is no part of what is computed now.
+        let grown_tokens = begun.prompt_tokens.saturating_sub(conversation.prompt_tokens);
+        let added_tokens =
+            if stays { begun.uncached_tokens.max(grown_tokens) } else { begun.uncached_tokens };
+        conversation.own_tokens = (kept_tokens + added_tokens).min(begun.prompt_tokens);
+        if conversation.worker != begun.worker {
+            (conversation.worker, conversation.moved_at) = (begun.worker, Some(now));
+        }
+        conversation.prompt_tokens = begun.prompt_tokens;
+        self.continued += u64::from(!conversation.has_grown);
+        (conversation.is_resident, conversation.has_grown) = (true, true);
+        self.workers.entry(begun.worker).or_default().tokens += conversation.own_tokens;
+    }
+
+    /// Records that a turn has ended.
+    pub fn end_turn(&mut self, id: ConversationId, now: Instant) {
+        let Some(conversation) = self.conversations.get_mut(&id) else { return };
+        if conversation.idle_since.is_some() {
+            return;
+        }
+        self.last_use += 1;
+        let order = (now, self.last_use);
+        conversation.idle_since = Some(order);
+        self.idle.insert((order, id));
+        if conversation.is_resident {
+            let on_worker = self.workers.entry(conversation.worker).or_default();
+            on_worker.idle.insert((order, id));
+            on_worker.idle_tokens += conversation.own_tokens;
+        }
+        self.bound(now);
+    }
+
+    /// Records that another worker runs a conversation's turn than the one that was chosen first.
+    pub fn rebind(&mut self, id: ConversationId, worker: WorkerRef) {
+        if self.conversations.get(&id).is_none_or(|conversation| conversation.worker == worker) {
+            return;
+        }
+        self.take_from_worker(id);
+        let conversation = self.conversations.get_mut(&id).expect("it was just found");
+        (conversation.worker, conversation.is_resident) = (worker, true);
+        conversation.own_tokens = conversation.prompt_tokens;
+        let on_worker = self.workers.entry(worker).or_default();
+        on_worker.tokens += conversation.own_tokens;
+        if let Some(order) = conversation.idle_since {
+            on_worker.idle.insert((order, id));
+            on_worker.idle_tokens += conversation.own_tokens;
+        }
+    }
+
+    /// Forgets the conversations of an agent that has left the fleet.
+    pub fn forget_agent(&mut self, agent: usize) {
+        let of_agent = |(id, conversation): (&ConversationId, &Conversation)| {
+            (conversation.worker.agent == agent).then_some(*id)
+        };
+        let ids: Vec<ConversationId> = self.conversations.iter().filter_map(of_agent).collect();
+        for id in ids {
+            self.remove(id);
+        }
+    }
+
+    /// Adds to the workers' forecasts the KV of conversations that is presumably used again. The
+    /// forecasts are by agent, then by rank.
+    pub(super) fn add_demand(&mut self, demands: &mut [Vec<ReuseDemand>], now: Instant) {
+        for has_grown in [false, true] {
+            let of_kind = self.conversations.values().filter(|it| it.has_grown == has_grown);
+            let idle_times = of_kind.filter_map(|it| Some(it.idle_since?.0));
+            let idle_times = idle_times.map(|at| now.saturating_duration_since(at));
+            self.returns[usize::from(has_grown)].update_estimate(idle_times, now);
+        }
+        for conversation in self.conversations.values().filter(|it| it.is_resident) {
+            if conversation.worker.agent >= demands.len() {
+                continue;
+            }
+            let demand = reuse_forecast::demand_on(demands, conversation.worker);
+            match conversation.idle_since {
+                Some((at, _)) => {
+                    let returns = &self.returns[usize::from(conversation.has_grown)];
+                    let idle_time = now.saturating_duration_since(at);
+                    demand.add_unnamed_idle(conversation.own_tokens, idle_time, returns);
+                }
+                // The turn's lease also counts what the turn adds, until its end. Left out here, it
+                // would count nowhere from then until the next forecast.
+                None => demand.add_running(conversation.own_tokens),
+            }
+        }
+    }
+
+    fn set_ends(&mut self, id: ConversationId, ends: &[BlockHash]) {
+        let conversation = self.conversations.get_mut(&id).expect("the caller has its id");
+        for end in std::mem::replace(&mut conversation.ends, ends.to_vec()) {
+            if self.by_end.get(&end) == Some(&id) {
+                self.by_end.remove(&end);
+            }
+        }
+        for end in ends {
+            // Of two with the same end, the later one is continued.
+            self.by_end.insert(*end, id);
+        }
+    }
+
+    /// Takes a conversation's tokens from its worker, if they are presumably there.
+    fn take_from_worker(&mut self, id: ConversationId) {
+        let conversation = &self.conversations[&id];
+        if !conversation.is_resident {
+            return;
+        }
+        let Some(on_worker) = self.workers.get_mut(&conversation.worker) else { return };
+        on_worker.tokens -= conversation.own_tokens;
+        if let Some(order) = conversation.idle_since {
+            on_worker.idle.remove(&(order, id));
+            on_worker.idle_tokens -= conversation.own_tokens;
+        }
+        if on_worker.tokens == 0 && on_worker.idle.is_empty() {
+            self.workers.remove(&conversation.worker);
+        }
+    }
+
+    /// Assumes that an engine has evicted what doesn't fit into its pool, unused for longest first.
+    fn evict(&mut self, worker: WorkerRef, pool_tokens: u64) {
+        while let Some(on_worker) = self.workers.get(&worker)
+            && on_worker.tokens > pool_tokens
+            && let Some((_, id)) = on_worker.idle.first().copied()
+        {
+            self.take_from_worker(id);
+            self.conversations.get_mut(&id).expect("it is idle").is_resident = false;
+        }
+    }
+
+    /// Forgets the conversations that were unused for longest, down to the bound.
+    fn bound(&mut self, now: Instant) {
+        while self.conversations.len() > self.conversations_max
+            && let Some((_, id)) = self.idle.first().copied()
+        {
+            if let Some((at, _)) = self.conversations[&id].idle_since {
+                let returns = &mut self.returns[usize::from(self.conversations[&id].has_grown)];
+                returns.record_end(now.saturating_duration_since(at));
+            }
+            self.remove(id);
+        }
+    }
+
+    fn remove(&mut self, id: ConversationId) {
+        self.set_ends(id, &[]);
+        self.take_from_worker(id);
+        if let Some(conversation) = self.conversations.remove(&id)
+            && let Some(order) = conversation.idle_since
+        {
+            self.idle.remove(&(order, id));
+        }
+    }
+
+    /// Checks the table, for tests.
+    ///
+    /// # Panics
+    /// If an invariant is broken.
+    pub fn check_invariants(&self) {
+        let mut tokens: HashMap<WorkerRef, (u64, u64, usize)> = HashMap::new();
+        for (id, conversation) in &self.conversations {
+            assert!(conversation.own_tokens <= conversation.prompt_tokens);
+            assert!(conversation.ends.len() <= END_BLOCKS);
+            let order = conversation.idle_since;
+            assert!(order.is_none_or(|order| self.idle.contains(&(order, *id))));
+            if conversation.is_resident {
+                let (sum, idle_sum, idle_count) = tokens.entry(conversation.worker).or_default();
+                *sum += conversation.own_tokens;
+                if let Some(order) = order {
+                    *idle_count += 1;
+                    *idle_sum += conversation.own_tokens;
+                    assert!(self.workers[&conversation.worker].idle.contains(&(order, *id)));
+                }
+            }
+        }
+        for (end, id) in &self.by_end {
+            assert!(self.conversations[id].ends.contains(end));
+        }
+        let is_idle = |conversation: &&Conversation| conversation.idle_since.is_some();
+        assert_eq!(self.idle.len(), self.conversations.values().filter(is_idle).count());
+        for (worker, on_worker) in &self.workers {
+            let sums = (on_worker.tokens, on_worker.idle_tokens, on_worker.idle.len());
+            assert_eq!(sums, tokens.remove(worker).unwrap_or_default());
+        }
+        assert!(tokens.values().all(|sums| *sums == (0, 0, 0)), "{tokens:?}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::fleet::testing::start;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn at(agent: usize) -> WorkerRef {
+        WorkerRef { agent, dp_rank: 0 }
+    }
+
+    /// Returns the hashes of a prompt's first `blocks` blocks.
+    fn chain(prompt: u64, blocks: u64) -> Vec<BlockHash> {
+        (1..=blocks).map(|block| BlockHash(prompt * 1000 + block)).collect()
+    }
+
+    /// Runs a turn whose prompt has blocks of 100 tokens.
+    fn run_turn(
+        table: &mut Conversations,
+        chain: &[BlockHash],
+        worker: WorkerRef,
+        now: Instant,
+    ) -> Option<ConversationId> {
+        let id = begin(table, chain, worker, 1000, now);
+        id.inspect(|id| table.end_turn(*id, now))
+    }
+
+    fn begin(
+        table: &mut Conversations,
+        chain: &[BlockHash],
+        worker: WorkerRef,
+        pool_tokens: u64,
+        now: Instant,
+    ) -> Option<ConversationId> {
+        let prompt_tokens = chain.len() as u64 * 100;
+        let uncached_tokens = prompt_tokens;
+        let begun = Begun { chain, prompt_tokens, uncached_tokens, worker, pool_tokens };
+        let id = table.begin_turn(&begun, now);
+        table.check_invariants();
+        id
+    }
+
+    #[test]
+    fn a_prompt_that_begins_with_an_earlier_one_continues_it() {
+        let (mut table, now) = (Conversations::new(10), start());
+        let id = run_turn(&mut table, &chain(1, 4), at(2), now).unwrap();
+        let found = table.find(&chain(1, 6)).expect("it continues the first prompt");
+        assert_eq!((found.id, found.worker, found.idle_since), (id, at(2), now));
+        assert_eq!(table.find(&chain(1, 3)).map(|found| found.id), Some(id), "an end left out");
+        assert_eq!(table.find(&chain(1, 2)), None, "it is shorter");
+        assert_eq!(table.find(&chain(2, 6)), None, "another prompt");
+        assert_eq!(run_turn(&mut table, &chain(1, 6), at(2), now + SECOND), Some(id));
+        assert_eq!(table.find(&chain(1, 5)).map(|found| found.id), Some(id));
+        assert_eq!(table.find(&chain(1, 4)), None, "what came before has grown");
+        assert_eq!(run_turn(&mut table, &[], at(2), now), None, "too short to have a block");
+    }
+
+    #[test]
+    fn prompts_side_by_side_are_several_conversations() {
+        let (mut table, now) = (Conversations::new(10), start());
+        let one = begin(&mut table, &chain(1, 4), at(0), 1000, now).unwrap();
+        assert_eq!(table.find(&chain(1, 4)), None);
+        let other = begin(&mut table, &chain(1, 4), at(1), 1000, now).unwrap();
+        assert_ne!(one, other);
+        table.end_turn(one, now);
+        table.end_turn(other, now);
+        table.check_invariants();
+        assert_eq!(table.find(&chain(1, 4)).map(|found| found.id), Some(other));
+    }
+
+    #[test]
+    fn a_worker_keeps_what_was_used_last_and_fits_its_pool() {
+        let (mut table, now) = (Conversations::new(10), start());
+        for (second, prompt) in (0..).zip([1, 2, 1, 3]) {
+            run_turn(&mut table, &chain(prompt, 4), at(0), now + second * SECOND);
+        }
+        assert_eq!(table.tokens_on(at(0)), 800);
+        assert_eq!(table.find(&chain(2, 4)), None, "the engine has evicted it");
+        assert_eq!(table.oldest_use_on(at(0)), Some(now + 2 * SECOND));
+        assert!([1, 3].iter().all(|&prompt| table.find(&chain(prompt, 4)).is_some()));
+        // It comes again, and is known to have grown.
+        run_turn(&mut table, &chain(2, 4), at(1), now + 9 * SECOND);
+        assert_eq!((table.tokens_on(at(0)), table.tokens_on(at(1))), (800, 400));
+    }
+
+    #[test]
+    fn a_move_takes_the_tokens_along_and_is_remembered() {
+        let (mut table, now) = (Conversations::new(10), start());
+        run_turn(&mut table, &chain(1, 4), at(0), now);
+        run_turn(&mut table, &chain(1, 6), at(1), now + SECOND);
+        let found = table.find(&chain(1, 6)).unwrap();
+        assert_eq!((found.worker, found.moved_at), (at(1), Some(now + SECOND)));
+        assert_eq!((table.tokens_on(at(0)), table.tokens_on(at(1))), (0, 600));
+        table.rebind(found.id, at(2));
+        table.check_invariants();
+        assert_eq!((table.tokens_on(at(1)), table.tokens_on(at(2))), (0, 600));
+        table.forget_agent(2);
+        table.check_invariants();
+        assert_eq!((table.find(&chain(1, 6)), table.tokens_on(at(2))), (None, 0));
+    }
+
+    #[test]
+    fn what_has_grown_is_wanted_more_than_what_came_once() {
+        let (mut table, now) = (Conversations::new(1000), start());
+        assert!(table.expects_more_turns(), "until it is known better");
+        for prompt in 0..300 {
+            run_turn(&mut table, &chain(prompt, 1), at(0), now);
+        }
+        for turn in 1..20 {
+            run_turn(&mut table, &chain(7777, turn), at(1), now);
+        }
+        let hours = 20_000 * SECOND;
+        table.add_demand(&mut [vec![], vec![]], now + hours);
+        assert!(!table.expects_more_turns(), "most came once");
+        let [once, grown] = [0, 1].map(|kind| table.returns[kind].chance_milli(Duration::ZERO));
+        assert!(once + 100 < grown, "{once} and {grown} thousandths");
+    }
+
+    proptest! {
+        /// Whatever turns run where, the sums agree, and no worker has more than its pool unless
+        /// turns run.
+        #[test]
+        fn the_table_is_sound(
+            turns in prop::collection::vec((0..6_u64, 1..8_u64, 0..3_usize, 0..4_u8), 1..80),
+        ) {
+            let (mut table, start) = (Conversations::new(5), start());
+            let mut running = vec![];
+            for (second, (prompt, blocks, agent, action)) in (0..).zip(turns) {
+                let now = start + second * SECOND;
+                match action {
+                    0 => {
+                        let chain = chain(prompt, blocks);
+                        running.extend(begin(&mut table, &chain, at(agent), 900, now));
+                    }
+                    1 if !running.is_empty() => table.end_turn(running.remove(0), now),
+                    2 if !running.is_empty() => table.rebind(running[0], at(agent)),
+                    _ => {
+                        run_turn(&mut table, &chain(prompt, blocks), at(agent), now);
+                    }
+                }
+                table.check_invariants();
+                prop_assert!(table.conversations.len() <= 5 + running.len());
+                if running.is_empty() && action == 3 {
+                    prop_assert!(table.tokens_on(at(agent)) <= 1000);
+                }
+            }
+        }
+    }
+}
