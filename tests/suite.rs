@@ -36,3 +36,4 @@ mod soak;
 mod staged_prefill;
 mod top;
 mod turns;
+mod unnamed;

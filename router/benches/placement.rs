@@ -169,6 +169,7 @@ fn request(digest: u64) -> PlacementRequest<'static> {
         digest: Digest(digest),
         expects_more_turns: true,
         sticky: None,
+        conversations: None,
         prefer: None,
         prompt: None,
         retention: None,

@@ -170,7 +170,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let file_metrics = reload::Metrics::new(registry);
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let state = State::new(&config);
-    let view = Arc::new(View::new(state.snapshot()));
+    let view = Arc::new(View::new(state.snapshot(), state.conversations()));
     let (metrics, port_metrics) = (Metrics::new(registry), server::Metrics::new(registry));
     let claim_store = open_claim_store(&config, registry, &file_metrics, &tasks)?;
     let descriptors = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);

@@ -12,6 +12,8 @@
 //! - A session stays on the worker that has its KV, unless a move gains enough time.
 //! - A new session goes to the worker with the least cost. Of equal workers, the one with fewer
 //!   sessions wins, then the one that a hash of session and worker prefers.
+//! - So does a turn without a session, but of workers with about the same cost the one with the
+//!   most room gets it. Its conversation then stays as a session does.
 //!
 //! If the fleet has engines that run only a part of each turn, its module `pair` chooses two.
 //!
@@ -22,6 +24,7 @@
 
 pub mod affinity;
 mod candidates;
+mod compared;
 mod cost;
 pub(crate) mod pair;
 pub(crate) mod recent;
@@ -29,10 +32,7 @@ pub mod session_status;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    cmp::Reverse,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use proto::{
     id::Digest,
@@ -41,6 +41,7 @@ use proto::{
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use self::compared::Compared;
 pub use self::{
     candidates::NoWorker,
     cost::Figures,
@@ -48,6 +49,7 @@ pub use self::{
 };
 use crate::{
     fleet::{
+        conversations::Conversations,
         snapshot::Snapshot,
         worker::{WorkerRef, WorkerState},
         worker_table::WorkerStats,
@@ -67,10 +69,6 @@ pub const CACHE_KEY_SLACK_MS: u64 = 150;
 /// may have caused the load that it moved away from. Without this rule, the session could bounce
 /// between two workers.
 const MOVED_RECENTLY_MAX: Duration = Duration::from_secs(60);
-/// Number of compared workers that a placement reports. The session's own worker and the preferred
-/// worker are reported in addition. A list of a thousand workers would not explain the choice
-/// better.
-const FIGURES_MAX: usize = 8;
 /// Assumed number of new tokens in a turn whose prompt is unknown. Coding agents add 4,000 tokens
 /// per turn on average.
 pub const TURN_TOKENS_ASSUMED: u64 = 4_000;
@@ -183,6 +181,8 @@ pub struct PlacementRequest<'a> {
     pub expects_more_turns: bool,
     /// The worker that has the session.
     pub sticky: Option<Sticky>,
+    /// The conversations without a name. `None` for a turn with a session: its agent reports that.
+    pub conversations: Option<&'a Conversations>,
     /// A worker to prefer, and why. It is chosen if it costs more than the best worker by at most
     /// [`PARENT_SLACK_MS`] or [`CACHE_KEY_SLACK_MS`].
     pub prefer: Option<(WorkerRef, Reason)>,
@@ -346,37 +346,42 @@ fn place_in_role(
             compared.insert(figures.plus(partner_ms(stats)), tie_break);
         }
     }
-    let Some(best) = compared.best() else {
+    let Some(&Figures { worker: best, cost_ms: best_ms, .. }) = compared.best() else {
         return place_on_unusable(request, view, now, role);
     };
-    let mut cost_on = |stats: WorkerStats<'_>| {
-        compared.cost_on(stats.worker(), || {
-            cost::compute(request, view, stats, now).plus(partner_ms(stats))
-        })
-    };
+    let compute =
+        |stats: WorkerStats<'_>| cost::compute(request, view, stats, now).plus(partner_ms(stats));
     let (worker, reason) = match session_worker {
         // The session's worker may be stale, and so no candidate. Its cost is compared all the
         // same.
         Some(session_worker) => {
-            let gain = Duration::from_millis(cost_on(session_worker).saturating_sub(best.cost_ms));
+            let stay = compared.figures_of(session_worker.worker(), || compute(session_worker));
+            let gain = Duration::from_millis(stay.cost_ms.saturating_sub(best_ms));
             match gain > required_gain(request, view, now) {
-                true => (best.worker, Reason::Moved),
+                true => (best, Reason::Moved),
                 false => (session_worker.worker(), Reason::Sticky),
             }
         }
-        None if request.sticky.is_some() => (best.worker, Reason::Rebound),
+        None if request.sticky.is_some() => (compared.choose(request, view, now), Reason::Rebound),
         None => {
             let preferred = request.prefer.filter(|(worker, reason)| {
-                let slack_ms =
-                    if *reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS };
                 let stats = candidates.workers.iter().find(|stats| stats.worker() == *worker);
-                stats.is_some_and(|stats| cost_on(*stats) <= best.cost_ms.saturating_add(slack_ms))
+                let figures = stats.map(|stats| compared.figures_of(*worker, || compute(*stats)));
+                let limit_ms = best_ms.saturating_add(preference_slack_ms(*reason));
+                figures.is_some_and(|figures| figures.cost_ms <= limit_ms)
             });
-            preferred.unwrap_or((best.worker, candidates.reason(request)))
+            let reason = candidates.reason(request);
+            preferred.unwrap_or_else(|| (compared.choose(request, view, now), reason))
         }
     };
     let uncached_tokens = cost::uncached_tokens(request, worker);
-    Ok(Placement { worker, reason, uncached_tokens, figures: compared.figures, prefill: None })
+    let figures = compared.into_figures();
+    Ok(Placement { worker, reason, uncached_tokens, figures, prefill: None })
+}
+
+/// Returns how much more than the best worker a preferred one may cost.
+fn preference_slack_ms(reason: Reason) -> u64 {
+    if reason == Reason::Parent { PARENT_SLACK_MS } else { CACHE_KEY_SLACK_MS }
 }
 
 /// Places a turn for which no worker is usable. If an agent is draining or unhealthy, it gets the
@@ -450,58 +455,4 @@ fn required_gain(request: &PlacementRequest<'_>, view: &Snapshot, now: Instant) 
 fn rendezvous_hash(digest: Digest, view: &Snapshot, worker: WorkerRef) -> u64 {
     let seed = digest.0.rotate_left(32) ^ u64::from(worker.dp_rank);
     xxh3_64_with_seed(view.agent(worker).name().as_bytes(), seed)
-}
-
-/// The workers compared so far that cost least, at most [`FIGURES_MAX`].
-#[derive(Debug, Default)]
-struct Compared {
-    /// The least cost first. [`Compared::cost_on`] adds further workers at the end.
-    figures: Vec<Figures>,
-    /// The sort key of each sorted entry of `figures`.
-    sort_keys: Vec<SortKey>,
-}
-
-/// Cost in milliseconds, number of sessions, and the tie-break by [`rendezvous_hash`].
-type SortKey = (u64, u32, Reverse<u64>);
-
-impl Compared {
-    /// Inserts a worker's figures at their place, if they are among the best so far.
-    fn insert(&mut self, figures: Figures, tie_break: impl Fn() -> u64) {
-        let is_full = self.sort_keys.len() == FIGURES_MAX;
-        if is_full && self.sort_keys.last().is_some_and(|last_key| figures.cost_ms > last_key.0) {
-            return;
-        }
-        let key = (figures.cost_ms, figures.sessions, Reverse(tie_break()));
-        let position = self.sort_keys.partition_point(|other_key| *other_key <= key);
-        if is_full {
-            if position == FIGURES_MAX {
-                return;
-            }
-            self.sort_keys.pop();
-            self.figures.pop();
-        }
-        self.sort_keys.insert(position, key);
-        self.figures.insert(position, figures);
-    }
-
-    /// Returns the cost above which a worker is not kept.
-    fn cost_ms_max(&self) -> u64 {
-        let last_key = self.sort_keys.last().filter(|_| self.sort_keys.len() == FIGURES_MAX);
-        last_key.map_or(u64::MAX, |last_key| last_key.0)
-    }
-
-    fn best(&self) -> Option<Figures> {
-        self.figures.first().copied()
-    }
-
-    /// Returns the cost on a worker. Computes the figures if the worker isn't among those kept, and
-    /// then keeps them, so that the placement reports them.
-    fn cost_on(&mut self, worker: WorkerRef, compute: impl FnOnce() -> Figures) -> u64 {
-        if let Some(known) = self.figures.iter().find(|figures| figures.worker == worker) {
-            return known.cost_ms;
-        }
-        let figures = compute();
-        self.figures.push(figures);
-        figures.cost_ms
-    }
 }

@@ -281,6 +281,7 @@ impl Fleet {
             digest: key.digest(),
             expects_more_turns: true,
             sticky,
+            conversations: None,
             prefer: None,
             prompt: None,
             retention: None,

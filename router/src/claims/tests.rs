@@ -42,7 +42,8 @@ fn claims(settings: &ClaimsTable) -> (Arc<Slow>, Arc<Claims>) {
     let guarded = Guarded::new(StoreKind::Memory, Box::new(Arc::clone(&slow)));
     let metrics = Metrics::new(&mut Registry::default());
     let store = OpenStore { store: Some(guarded), metrics };
-    let view = Arc::new(View::new(fleet(&[(0, 0); 3], start()).snapshot()));
+    let state = fleet(&[(0, 0); 3], start());
+    let view = Arc::new(View::new(state.snapshot(), state.conversations()));
     let claims = Claims::new(settings, store, view, Arc::default(), Tasks::default());
     (slow, Arc::new(claims))
 }

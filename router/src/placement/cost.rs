@@ -25,20 +25,17 @@
 //! An unknown value is absent in the figures. The cost then uses an assumption, which stands at its
 //! constant or function.
 
+mod displacement;
+
 use std::time::Instant;
 
-use proto::{
-    load::{EngineRole, RankLoad},
-    staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
-};
+use proto::{load::EngineRole, staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED};
 use serde::Serialize;
 
+use self::displacement::{IdleKv, displaced_tokens};
 use super::{PlacementRequest, Sticky, TURN_TOKENS_ASSUMED};
 use crate::fleet::{
-    reuse_forecast::{IdleClass, ReuseDemand},
-    snapshot::Snapshot,
-    worker::WorkerRef,
-    worker_table::WorkerStats,
+    reuse_forecast::ReuseDemand, snapshot::Snapshot, worker::WorkerRef, worker_table::WorkerStats,
 };
 
 /// Assumed duration of a turn in the batch, in milliseconds. An answer of 440 tokens at 20 ms each
@@ -53,10 +50,6 @@ const GROWTH_POOL_DIVISOR: u64 = 10;
 /// In a pool that is full of KV that will be used again, a session is assumed to recompute its KV
 /// divided by this number.
 const CROWDING_DIVISOR: u64 = 2;
-/// The KV that belongs to no session, divided by this number, is assumed to be evicted before the
-/// KV of sessions. Eviction takes the oldest KV first. Half of the KV without a session is assumed
-/// to be older than the KV of sessions.
-const SESSIONLESS_DIVISOR: u64 = 2;
 /// Assumed length of the answer, in tokens. The pool needs room for it.
 const ANSWER_TOKENS_ASSUMED: u64 = 1_000;
 /// Assumed delay of each other turn in the batch, in milliseconds. A new turn makes each step of
@@ -121,7 +114,8 @@ pub struct Figures {
     /// Prompt tokens of other turns that are computed before this turn's. They include those that
     /// this router sent since the last load report.
     pub backlog_tokens: u64,
-    /// The measured prefill rate. If it is `None`, the costs use an assumed rate.
+    /// The prefill rate, as measured on this worker or on workers like it. If it is `None`, the
+    /// costs use an assumed rate.
     pub prefill_tokens_per_s: Option<u64>,
     /// Running turns, including those that this router began since the last load report.
     pub turns: u32,
@@ -134,6 +128,12 @@ pub struct Figures {
     pub wanted_tokens: u64,
     /// Size of the KV pool in tokens.
     pub pool_tokens: Option<u64>,
+    /// KV that is free, in tokens. `None` unless workers of about the same cost were told apart by
+    /// their room.
+    pub free_tokens: Option<u64>,
+    /// How long the conversation without a name was unused whose KV the worker evicts first. `None`
+    /// as `free_tokens`, and if there is none.
+    pub oldest_idle_ms: Option<u64>,
     /// Open sessions, including those that this router opened since the last load report.
     pub sessions: u32,
 }
@@ -223,12 +223,11 @@ pub(super) fn compute_up_to(
     let displacement_ms = uncached_tokens.and_then(|uncached_tokens| {
         let needed_tokens = uncached_tokens + ANSWER_TOKENS_ASSUMED;
         let load = view.agent(worker).rank_load(worker.dp_rank)?;
-        let displaced = displaced_tokens(load, demand, pool_use.pool_tokens?, needed_tokens)?;
+        let idle = IdleKv::new(request, worker, demand, needed_tokens, now);
+        let displaced = displaced_tokens(load, &idle, pool_use.pool_tokens?, needed_tokens)?;
         Some(compute_ms(displaced, tokens_per_s))
     });
-    let blocking_max_ms =
-        if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
-    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, blocking_max_ms, demand));
+    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, stats, demand));
     let costs_ms =
         [queue_costs_ms, displacement_ms.unwrap_or(0), crowding_ms, blocking_ms.unwrap_or(0)];
     Some(Figures {
@@ -251,6 +250,8 @@ pub(super) fn compute_up_to(
         waiting: requests_waiting(view, worker),
         wanted_tokens: pool_use.wanted_tokens,
         pool_tokens: pool_use.pool_tokens,
+        free_tokens: None,
+        oldest_idle_ms: None,
         sessions: stats.sessions(),
     })
 }
@@ -419,55 +420,10 @@ pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef)
     Some(prompt.tokens.saturating_sub(resident_tokens))
 }
 
-/// Returns the tokens that eviction takes from idle sessions to make room for `new_tokens`.
-/// Each token counts with the probability that its session returns. `None` if the pool's use is
-/// unknown.
-///
-/// The new tokens first fill the free room. Then they evict half of the KV without a session, and
-/// then the KV of sessions, that of the longest idle session first. An agent reports the tokens
-/// that each session had when its last turn ended. If all sessions together have more tokens than
-/// can be evicted now, the excess was already evicted, from the longest idle sessions.
-fn displaced_tokens(
-    load: &RankLoad,
-    demand: &ReuseDemand,
-    pool_tokens: u64,
-    new_tokens: u64,
-) -> Option<u64> {
-    let used_tokens = load.pool_used_tokens?.value;
-    let evictable_tokens = match (load.pool_evictable_tokens, load.pool_available_tokens) {
-        (Some(evictable), _) => evictable.value,
-        // Assumes that the pool is full, as it is after the first hour.
-        (None, available) => pool_tokens
-            .saturating_sub(used_tokens)
-            .saturating_sub(available.map_or(0, |free| free.value)),
-    };
-    let free_tokens = pool_tokens.saturating_sub(used_tokens).saturating_sub(evictable_tokens);
-    let session_tokens: u64 =
-        demand.idle_classes.iter().map(|class| class.tokens).fold(0, u64::saturating_add);
-    let sessionless_tokens = evictable_tokens.saturating_sub(session_tokens) / SESSIONLESS_DIVISOR;
-    let mut missing_tokens =
-        new_tokens.saturating_sub(free_tokens).saturating_sub(sessionless_tokens);
-    let mut evicted_tokens = session_tokens.saturating_sub(evictable_tokens);
-    let mut reused_sum = 0;
-    for IdleClass { tokens, wanted_tokens } in demand.idle_classes.iter().rev() {
-        if missing_tokens == 0 {
-            break;
-        }
-        let taken_tokens = missing_tokens.min(tokens.saturating_sub(evicted_tokens));
-        evicted_tokens = evicted_tokens.saturating_sub(*tokens);
-        if taken_tokens > 0 {
-            let reused_tokens =
-                share_milli(*wanted_tokens, *tokens).saturating_mul(taken_tokens) / WHOLE_MILLI;
-            reused_sum = reused_tokens.saturating_add(reused_sum);
-        }
-        missing_tokens -= taken_tokens;
-    }
-    Some(reused_sum)
-}
-
-/// Returns the total wait of the turns that arrive during a prefill of `prefill_ms`. Each of them
-/// waits at most `wait_ms_max` milliseconds.
-fn blocking_ms(prefill_ms: u64, wait_ms_max: u64, demand: &ReuseDemand) -> u64 {
+/// Returns the total wait of the turns that arrive during a prefill of `prefill_ms`.
+fn blocking_ms(prefill_ms: u64, stats: WorkerStats<'_>, demand: &ReuseDemand) -> u64 {
+    let wait_ms_max =
+        if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
     let arriving_turns_micro = demand.turns_micro_per_s.saturating_mul(prefill_ms) / 1000;
     arriving_turns_micro.saturating_mul((prefill_ms / 2).min(wait_ms_max)) / 1_000_000
 }

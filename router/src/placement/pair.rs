@@ -17,8 +17,8 @@ use std::{cmp::Reverse, time::Instant};
 use proto::load::EngineRole;
 
 use super::{
-    CACHE_KEY_SLACK_MS, Figures, NoWorker, Placement, PlacementRequest, SortKey, candidates, cost,
-    place_in_role, rendezvous_hash, sticky,
+    CACHE_KEY_SLACK_MS, Figures, NoWorker, Placement, PlacementRequest, candidates,
+    compared::SortKey, cost, place_in_role, rendezvous_hash, sticky,
 };
 use crate::fleet::{
     pairing::PairClass, snapshot::Snapshot, worker::WorkerRef, worker_table::WorkerStats,

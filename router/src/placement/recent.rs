@@ -155,6 +155,7 @@ mod tests {
             digest: Digest(1),
             expects_more_turns: false,
             sticky: None,
+            conversations: None,
             prefer: None,
             prompt: None,
             retention: None,

@@ -11,7 +11,10 @@ use std::{collections::HashMap, sync::Arc};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use proto::load::{Description, EngineFacts};
+use proto::{
+    block::BlockHash,
+    load::{Description, EngineFacts},
+};
 
 use super::{PromptOverlap, index::Overlap, kv_index::KvIndex, learned::LearnedPrompts};
 use crate::{
@@ -37,6 +40,11 @@ pub(crate) struct TurnBlocks {
 }
 
 impl TurnBlocks {
+    /// Returns the hashes of the blocks, from the beginning of the prompt.
+    pub(crate) fn chain(&self) -> &[BlockHash] {
+        &self.blocks.hashes
+    }
+
     /// Returns the prompt in the form that placement takes.
     pub(crate) fn prompt_overlap(&self) -> PromptOverlap<'_> {
         PromptOverlap {

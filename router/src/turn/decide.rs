@@ -22,6 +22,7 @@ use super::request::{SessionIntent, Turn};
 use crate::{
     claims::{Claims, Wish},
     fleet::{
+        conversations::Conversations,
         snapshot::Snapshot,
         worker::{WorkerRef, WorkerState},
     },
@@ -119,6 +120,8 @@ pub(super) struct TurnFacts<'a> {
     /// The blocks of the prompt. `None` if the prompt isn't read, or if no blocks can be made of
     /// it.
     pub(super) blocks: Option<&'a TurnBlocks>,
+    /// The conversations without a name. `None` for a turn with a session.
+    pub(super) conversations: Option<&'a Conversations>,
 }
 
 /// A turn of a session that the affinity table counts on the worker of `placement`.
@@ -137,14 +140,31 @@ pub(super) struct SessionDecision {
 }
 
 impl<'a> TurnFacts<'a> {
-    /// Returns the request to place the turn as if it had no session.
+    /// Returns the request to place the turn as if it had no session: by the conversation that its
+    /// prompt continues, if that has no name either.
     pub(super) fn placement_request(&self) -> PlacementRequest<'a> {
+        let continued = self
+            .conversations
+            .zip(self.blocks)
+            .and_then(|(conversations, blocks)| conversations.find(blocks.chain()));
+        let sticky = continued.map(|continued| Sticky {
+            last_turn_ended: Some(continued.idle_since),
+            moved_at: continued.moved_at,
+            reported_tokens: continued.own_tokens,
+            ..Sticky::new(continued.worker)
+        });
+        let can_trust_counts = sticky.is_none_or(|sticky| self.can_trust_count(sticky.worker));
+        let begins_conversation =
+            || self.blocks.and(self.conversations).is_some_and(Conversations::expects_more_turns);
         PlacementRequest {
             digest: Digest(self.turn_id),
-            expects_more_turns: expects_more_turns(self.turn),
-            sticky: None,
+            expects_more_turns: expects_more_turns(self.turn)
+                || sticky.is_some()
+                || begins_conversation(),
+            sticky,
+            conversations: self.conversations,
             prefer: self.prefer,
-            prompt: self.blocks.map(TurnBlocks::prompt_overlap),
+            prompt: self.blocks.filter(|_| can_trust_counts).map(TurnBlocks::prompt_overlap),
             retention: None,
             model: self.turn.model.as_deref(),
             weights: self.turn.weights.as_ref(),
@@ -264,6 +284,7 @@ pub(super) fn decide_again(
         digest: intent.map_or(Digest(turn_id), |intent| intent.key.digest()),
         expects_more_turns: expects_more_turns(turn),
         sticky: intent.map(worker_of_session).map(Sticky::new),
+        conversations: None,
         prefer: None,
         prompt: None,
         retention: intent.and_then(|intent| intent.retention),
@@ -498,6 +519,7 @@ mod tests {
             block_locator: &block_locator,
             prefer: None,
             seen_on,
+            conversations: None,
             blocks: None,
         };
         let intent = turn.session.as_ref().unwrap();

@@ -19,7 +19,10 @@ use proto::id::SessionKey;
 use service::clock::now;
 
 use crate::{
-    fleet::{agent::Link, snapshot::Snapshot, view::View, worker::WorkerRef},
+    fleet::{
+        agent::Link, conversations::Conversations, snapshot::Snapshot, view::View,
+        worker::WorkerRef,
+    },
     placement::{
         affinity::{Affinity, Binding},
         session_status::{self, SessionStatus},
@@ -95,6 +98,11 @@ impl SessionDirectory {
         self.step(|affinity, now| {
             session_status::determine_status(key, view, affinity.get(key, now), now)
         })
+    }
+
+    /// Returns the table of conversations without a name.
+    pub(super) fn conversations(&self) -> Arc<Mutex<Conversations>> {
+        Arc::clone(&self.view.conversations)
     }
 
     /// Like [`Self::status`], but if the session is lost because its agent has just been

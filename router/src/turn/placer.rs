@@ -10,6 +10,9 @@
 //! the turn does to its session. The hold keeps the binding while the turn runs. The lease counts
 //! the turn's tokens as load of the worker.
 
+mod names;
+mod unnamed;
+
 use std::{
     hash::{BuildHasher as _, RandomState},
     sync::{
@@ -25,16 +28,17 @@ use proto::{claim::Claim, id::SessionKey};
 use service::clock::now;
 use tracing::debug;
 
+pub(super) use self::unnamed::ConversationHold;
 use super::{
     decide::{self, Error, SessionDecision, TurnFacts},
     directory::{BindingHold, SessionDirectory},
     renewal::{self, RenewalQueue, Renewals},
-    request::{HintKind, SessionIntent, Turn},
+    request::Turn,
     target::{PlacedPrefill, Target},
 };
 use crate::{
     claims::{Claims, Settled, Wish},
-    fleet::{lease::Lease, snapshot::Snapshot, worker::WorkerRef},
+    fleet::{conversations::Conversations, lease::Lease, snapshot::Snapshot, worker::WorkerRef},
     metrics::Metrics,
     placement::{
         self, Figures, Placement, PlacementRequest, Reason,
@@ -64,6 +68,8 @@ pub(crate) struct PlacedTurn {
     can_move: bool,
     pub(super) lease: Lease,
     pub(super) hold: Option<BindingHold>,
+    /// The turn's conversation, if that has no name and the prompt was read.
+    pub(super) conversation: Option<ConversationHold>,
     /// The blocks of the turn's prompt, if they were made. The worker has them after the turn.
     pub(super) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
@@ -108,6 +114,8 @@ pub(crate) struct Placer {
     /// Has claims renewed while their turns run.
     renewals: Renewals,
     block_locator: Arc<BlockLocator>,
+    /// The conversations without a name.
+    conversations: Arc<Mutex<Conversations>>,
     /// The worker of each `prompt_cache_key`.
     cache_keys: Mutex<Affinity>,
     /// The worker of each name that came once and may be the name of a request.
@@ -148,6 +156,7 @@ impl Placer {
     ) -> (Self, RenewalQueue) {
         let (renewals, renewal_queue) = renewal::queue();
         let placer = Self {
+            conversations: directory.conversations(),
             directory,
             claims,
             renewals,
@@ -305,8 +314,7 @@ impl Placer {
     ) -> Result<PlacedTurn, E> {
         let TurnFacts { turn, turn_id, view, .. } = *facts;
         let Some(intent) = &turn.session else {
-            let placement = choose(&facts.placement_request(), now())?;
-            return Ok(self.commit(turn, turn_id, view, placement, None, true));
+            return self.place_unnamed(facts, choose);
         };
         let SessionDecision { placement, can_move, old_worker, reopen_as, wish } =
             self.directory.step(|affinity, now| {
@@ -348,7 +356,11 @@ impl Placer {
         let mut second = self.commit(turn, turn_id, &view, placement, hold, true);
         second.wish = wish;
         let second = self.settle(turn, turn_id, second).await;
-        Some(PlacedTurn { blocks: first_placed.blocks.take(), ..second })
+        let conversation = first_placed.conversation.take();
+        if let Some(conversation) = &conversation {
+            conversation.rebind(second.worker);
+        }
+        Some(PlacedTurn { blocks: first_placed.blocks.take(), conversation, ..second })
     }
 
     /// Returns what a decision about the turn reads.
@@ -363,7 +375,8 @@ impl Placer {
         let intent = turn.session.as_ref();
         let seen_on = intent.and_then(|intent| self.worker_of_name(intent));
         let block_locator = &self.block_locator;
-        TurnFacts { turn, turn_id, view, block_locator, prefer, seen_on, blocks }
+        let conversations = None;
+        TurnFacts { turn, turn_id, view, block_locator, prefer, seen_on, blocks, conversations }
     }
 
     /// Acquires the lease of a placed turn, and counts, logs and records its placement.
@@ -424,6 +437,7 @@ impl Placer {
                 && turn.response_agent.is_none(),
             lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens_expected),
             hold,
+            conversation: None,
             blocks: None,
             resident_tokens: None,
             uncached_tokens_expected,
@@ -451,6 +465,7 @@ impl Placer {
     /// left.
     pub(crate) fn forget_agent(&self, agent: usize) -> bool {
         self.recent_placements.lock().forget_agent(agent);
+        self.conversations.lock().forget_agent(agent);
         let has_no_keys = self.cache_keys.lock().forget_agent(agent);
         let has_no_names = self.names_seen_once.lock().forget_agent(agent);
         has_no_keys && has_no_names
@@ -462,36 +477,6 @@ impl Placer {
         // A turn that ends at once renews the key's binding. A full table doesn't store the key.
         if cache_keys.begin_turn(key, worker, false, now()).is_ok() {
             cache_keys.end_turn(key, now());
-        }
-    }
-
-    /// Whether a name that may be a request's own has come before.
-    pub(super) fn has_seen_name(&self, key: &SessionKey) -> bool {
-        self.names_seen_once.lock().get(key, now()).is_some()
-    }
-
-    /// Returns the worker of the turn that first had the session's name, if that turn ran without
-    /// the session.
-    fn worker_of_name(&self, intent: &SessionIntent) -> Option<WorkerRef> {
-        intent.hint.filter(|hint| *hint == HintKind::SessionOrRequest)?;
-        Some(self.names_seen_once.lock().get(&intent.key, now())?.worker)
-    }
-
-    /// Remembers the worker of a name that came for the first time, and forgets a name that has
-    /// begun a session.
-    fn remember_name(&self, turn: &Turn, worker: WorkerRef) {
-        let begun = turn.session.as_ref().filter(|intent| intent.hint.is_some());
-        if turn.name_seen_once.is_none() && begun.is_none() {
-            return;
-        }
-        let mut names = self.names_seen_once.lock();
-        if let Some(intent) = begun {
-            names.forget(&intent.key);
-        }
-        if let Some(key) = &turn.name_seen_once
-            && names.begin_turn(key, worker, false, now()).is_ok()
-        {
-            names.end_turn(key, now());
         }
     }
 }

@@ -44,7 +44,7 @@ use super::{
     body::RetryBody,
     directory::BindingHold,
     error::NoAnswer,
-    placer::PlacedTurn,
+    placer::{ConversationHold, PlacedTurn},
     pulses::{CHECK_INTERVAL, Pulses},
     recorder::{Observers, TurnRecorder},
     shared::Shared,
@@ -261,6 +261,7 @@ pub(crate) fn build_answer(
             recorder,
             lease: placed.lease,
             _hold: placed.hold,
+            _conversation: placed.conversation,
             _capacity: capacity,
         }),
         is_success,
@@ -289,6 +290,7 @@ struct InFlightTurn {
     recorder: TurnRecorder,
     lease: Lease,
     _hold: Option<BindingHold>,
+    _conversation: Option<ConversationHold>,
     _capacity: TurnCapacity,
 }
 

@@ -119,6 +119,8 @@ pub enum PolicyEvent<'a> {
 pub enum PolicyKind {
     /// Berth's policy.
     Berth,
+    /// Berth's policy for clients that name no session: conversations are known by their prompts.
+    BerthUnnamed,
     /// Berth's policy over engines that never evict: a bound.
     Ideal,
     /// Berth's placement without staged prefill, so short prompts wait for long ones.
@@ -170,7 +172,12 @@ impl PolicyKind {
     pub fn has_staged_prefill(self) -> bool {
         matches!(
             self,
-            Self::Berth | Self::Ideal | Self::Told | Self::Pooled | Self::PooledClairvoyant
+            Self::Berth
+                | Self::BerthUnnamed
+                | Self::Ideal
+                | Self::Told
+                | Self::Pooled
+                | Self::PooledClairvoyant
         )
     }
 
@@ -180,8 +187,9 @@ impl PolicyKind {
         let workers = fleet.workers.len();
         match self {
             Self::Berth | Self::Ideal | Self::BerthWhole | Self::Told => {
-                Box::new(berth::Berth::new(mode, fleet))
+                Box::new(berth::Berth::new(mode, fleet, true))
             }
+            Self::BerthUnnamed => Box::new(berth::Berth::new(mode, fleet, false)),
             Self::RoundRobin => Box::new(plain::RoundRobin::default()),
             Self::LeastLoaded => Box::new(plain::LeastLoaded::new(seed)),
             Self::LeastTtft | Self::Pooled | Self::PooledClairvoyant => Box::new(plain::LeastTtft),

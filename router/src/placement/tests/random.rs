@@ -81,13 +81,14 @@ proptest! {
             .into_iter()
             .map(|stats| {
                 let one = cost::compute(&ask, &view, stats, later);
-                let rank = Reverse(rendezvous_hash(ask.digest, &view, one.worker));
+                let rank = std::cmp::Reverse(rendezvous_hash(ask.digest, &view, one.worker));
                 ((one.cost_ms, one.sessions, rank), one)
             })
             .collect();
         all.sort_by_key(|(order, _)| *order);
         let placement = place(&ask, &view, later).unwrap();
-        let best: Vec<Figures> = all.iter().take(FIGURES_MAX).map(|(_, one)| *one).collect();
+        let least = all.iter().take(compared::FIGURES_MAX);
+        let best: Vec<Figures> = least.map(|(_, one)| *one).collect();
         let shown = placement.figures.get(..best.len());
         let unasked = ask.sticky.is_some() && !has_prompt;
         prop_assert_eq!(shown, if unasked { None } else { Some(&best[..]) });

@@ -63,6 +63,7 @@ pub(crate) fn decide_open(
         digest: key.digest(),
         expects_more_turns: true,
         sticky,
+        conversations: None,
         prefer: None,
         // An open has no prompt.
         prompt: None,

@@ -12,12 +12,13 @@ use std::{
 };
 
 use proto::{
-    block::Tier,
-    id::SessionKey,
+    block::{BlockHash, Tier},
+    id::{Digest, SessionKey},
     load::{Retention, SessionState},
 };
 use router::{
     fleet::{
+        conversations::{Begun, ConversationId},
         lease::Lease,
         state::{State, Update},
         worker::WorkerRef,
@@ -60,6 +61,10 @@ pub(super) struct Berth {
     known: HashMap<usize, KnownSession>,
     /// The expected tokens of the turn placed last.
     expected_tokens: u64,
+    /// Whether clients name their sessions.
+    has_names: bool,
+    /// The conversation without a name of each running turn.
+    unnamed: HashMap<usize, ConversationId>,
     /// The lease of each running turn.
     leases: HashMap<usize, Lease>,
     /// The idle sessions, longest idle first.
@@ -67,7 +72,7 @@ pub(super) struct Berth {
 }
 
 impl Berth {
-    pub(super) fn new(mode: Mode, fleet: &Fleet) -> Self {
+    pub(super) fn new(mode: Mode, fleet: &Fleet, has_names: bool) -> Self {
         // Virtual time needs an `Instant` as its zero.
         let start = service::clock::now();
         let mut state = agents::state(fleet.workers.len());
@@ -87,6 +92,8 @@ impl Berth {
             retention: if mode == Mode::Pinned { Retention::Pinned } else { Retention::Tagged },
             known: HashMap::new(),
             expected_tokens: 0,
+            has_names,
+            unnamed: HashMap::new(),
             leases: HashMap::new(),
             idle: std::collections::BTreeSet::new(),
         }
@@ -142,6 +149,67 @@ impl Berth {
         }
     }
 
+    /// Whether the router knows the turn's session by a name.
+    fn is_named(&self, request: &TurnToPlace<'_>) -> bool {
+        self.has_names && !request.is_inferred
+    }
+
+    /// Places a turn by its prompt alone, as the router's placer does.
+    fn place_unnamed(
+        &mut self,
+        request: &TurnToPlace<'_>,
+        chain: &[BlockHash],
+        fleet: &Fleet,
+    ) -> PolicyChoice {
+        let (now, view) = (self.start + request.now, self.state.snapshot());
+        let table = self.state.conversations();
+        let mut conversations = table.lock();
+        // A turn of a worker that has crashed is placed again.
+        if let Some(id) = self.unnamed.remove(&request.turn) {
+            conversations.end_turn(id, now);
+        }
+        let sticky = conversations.find(chain).map(|continued| Sticky {
+            last_turn_ended: Some(continued.idle_since),
+            moved_at: continued.moved_at,
+            reported_tokens: continued.own_tokens,
+            ..Sticky::new(continued.worker)
+        });
+        self.index.look_up(chain, &mut self.overlap);
+        let down = request.previous_worker.filter(|&last| fleet.is_down(last));
+        let placement_request = PlacementRequest {
+            digest: Digest(request.turn as u64),
+            expects_more_turns: sticky.is_some() || conversations.expects_more_turns(),
+            sticky,
+            conversations: Some(&conversations),
+            prefer: None,
+            prompt: Some(PromptOverlap {
+                tokens: request.input_tokens,
+                block_tokens: fleet.block_tokens,
+                overlap: &self.overlap,
+            }),
+            retention: None,
+            model: None,
+            weights: None,
+            exclude: down.map(agents::worker_ref),
+            pairs: PairUse::May,
+        };
+        let placement = placement::place(&placement_request, &view, now)
+            .expect("a run keeps at least one worker");
+        let pool = view.worker_table().get(placement.worker).and_then(|stats| stats.pool_tokens());
+        let begun = Begun {
+            chain,
+            prompt_tokens: request.input_tokens,
+            uncached_tokens: placement.tokens_expected().min(request.input_tokens),
+            worker: placement.worker,
+            pool_tokens: pool.unwrap_or(u64::MAX),
+        };
+        if let Some(id) = conversations.begin_turn(&begun, now) {
+            self.unnamed.insert(request.turn, id);
+        }
+        self.expected_tokens = placement.tokens_expected();
+        placement.worker.agent.into()
+    }
+
     fn handle_close(&mut self, session: usize, now: Duration) {
         let at = self.start + now;
         if let Some(known) = self.known.remove(&session) {
@@ -163,7 +231,7 @@ impl Berth {
         let at = self.start + now;
         let count = &self.state.agent_at(worker).in_flight[0];
         self.leases.insert(request.turn, Lease::acquire(count, self.expected_tokens));
-        if request.is_inferred {
+        if !self.is_named(request) {
             return;
         }
         let known =
@@ -197,6 +265,9 @@ impl Berth {
     fn handle_turn_end(&mut self, turn: usize, session: usize, worker: usize, now: Duration) {
         let at = self.start + now;
         self.leases.remove(&turn);
+        if let Some(id) = self.unnamed.remove(&turn) {
+            self.state.conversations().lock().end_turn(id, at);
+        }
         let Some(known) = self.known.get_mut(&session) else { return };
         known.running -= 1;
         known.turns += 1;
@@ -260,15 +331,19 @@ impl Policy for Berth {
             );
         }
         let hashes = self.names.name_chain(request.chain);
+        if !self.is_named(request) {
+            return self.place_unnamed(request, &hashes, fleet);
+        }
         let key = agents::key(request.session);
         let new_tokens = self.new_tokens(request);
-        let sticky = self.sticky(&key, now).filter(|_| !request.is_inferred);
+        let sticky = self.sticky(&key, now);
         let sticky = sticky.map(|sticky| Sticky { new_tokens, ..sticky });
         let parent = request.parent.and_then(|parent| self.sticky(&agents::key(parent), now));
         let bare = PlacementRequest {
             digest: key.digest(),
-            expects_more_turns: !request.is_inferred,
+            expects_more_turns: true,
             sticky,
+            conversations: None,
             prefer: parent.map(|parent| (parent.worker, Reason::Parent)),
             prompt: None,
             retention: None,

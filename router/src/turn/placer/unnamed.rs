@@ -1,0 +1,74 @@
+//! Places turns without a session, by the conversation that a prompt continues.
+//!
+//! A turn is one request and its answer. The parent module places all other turns.
+
+use std::{sync::Arc, time::Instant};
+
+use parking_lot::Mutex;
+use service::clock::now;
+
+use super::{PlacedTurn, Placer};
+use crate::{
+    fleet::{
+        conversations::{Begun, ConversationId, Conversations},
+        worker::WorkerRef,
+    },
+    placement::{Placement, PlacementRequest},
+    turn::decide::TurnFacts,
+};
+
+impl Placer {
+    /// Places a turn without a session on the worker that `choose` chooses. If its prompt was read,
+    /// the turn is recorded as one of a conversation, in one step with its placement. So of turns
+    /// that come at once, each sees where the one before it went.
+    pub(super) fn place_unnamed<E>(
+        &self,
+        facts: &TurnFacts<'_>,
+        choose: impl FnOnce(&PlacementRequest<'_>, Instant) -> Result<Placement, E>,
+    ) -> Result<PlacedTurn, E> {
+        let TurnFacts { turn, turn_id, view, .. } = *facts;
+        let Some(blocks) = facts.blocks else {
+            let placement = choose(&facts.placement_request(), now())?;
+            return Ok(self.commit(turn, turn_id, view, placement, None, true));
+        };
+        let mut conversations = self.conversations.lock();
+        let placed_at = now();
+        let facts = TurnFacts { conversations: Some(&conversations), ..*facts };
+        let placement = choose(&facts.placement_request(), placed_at)?;
+        let (worker, prompt_tokens) = (placement.worker, blocks.prompt_overlap().tokens);
+        let pool_tokens = view.worker_table().get(worker).and_then(|stats| stats.pool_tokens());
+        let begun = Begun {
+            chain: blocks.chain(),
+            prompt_tokens,
+            uncached_tokens: placement.uncached_tokens.unwrap_or(prompt_tokens).min(prompt_tokens),
+            worker,
+            pool_tokens: pool_tokens.unwrap_or(u64::MAX),
+        };
+        let id = conversations.begin_turn(&begun, placed_at);
+        drop(conversations);
+        let conversation =
+            id.map(|id| ConversationHold { conversations: Arc::clone(&self.conversations), id });
+        let placed = self.commit(turn, turn_id, view, placement, None, true);
+        Ok(PlacedTurn { conversation, ..placed })
+    }
+}
+
+/// Counts a turn of a conversation without a name as running. Dropped when the turn ends.
+#[derive(Debug)]
+pub(crate) struct ConversationHold {
+    conversations: Arc<Mutex<Conversations>>,
+    id: ConversationId,
+}
+
+impl ConversationHold {
+    /// Records that another worker runs the turn.
+    pub(super) fn rebind(&self, worker: WorkerRef) {
+        self.conversations.lock().rebind(self.id, worker);
+    }
+}
+
+impl Drop for ConversationHold {
+    fn drop(&mut self) {
+        self.conversations.lock().end_turn(self.id, now());
+    }
+}
