@@ -6,7 +6,7 @@ those of tests/sglang; here they have the sizes that the suites of others expect
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from integration import wire
@@ -33,6 +33,11 @@ class Launch:
     engine_flags: tuple[str, ...] = ()
     # Flags that only the simulator knows.
     simulator_flags: tuple[str, ...] = ()
+    # Engines, each with an agent of its own.
+    workers: int = 1
+    # Whether the simulator has a shim, and whether it publishes its KV events.
+    shim: bool = True
+    events: bool = False
 
     def flags(self) -> list[str]:
         return [
@@ -47,6 +52,16 @@ class Launch:
 
 # The simulator's answers end by themselves, as the chat model's do: many requests set no limit.
 ENDING = ("--eos-per-mille", "20")
+# Slow enough that a computed prompt takes far longer than one that is there.
+SLOW = ("--prefill-tokens-per-s", "5000")
+
+
+def small_pools(name: str, workers: int, **more: bool) -> Launch:
+    """Returns the launch of engines that each hold eight contexts of 3,000 tokens."""
+    return Launch(
+        name, pool_tokens=24_576, context_tokens=8192, workers=workers, simulator_flags=SLOW,
+        **{"events": True, **more},
+    )
 
 LAUNCHES = {
     launch.name: launch
@@ -70,6 +85,9 @@ LAUNCHES = {
         ),
         # The sizes of the kit for aborted prefills.
         Launch("small", page_size=256, context_tokens=512, pool_tokens=16_384),
+        *(small_pools(f"pressure-{workers}", workers) for workers in (2, 4, 8)),
+        small_pools("pressure-2-silent", 2, shim=False, events=False),
+        Launch("side-by-side", context_tokens=131_072, pool_tokens=200_000, workers=4, events=True),
         Launch("one-row", rows=1, env={"SGLANG_REQ_WAITING_TIMEOUT": "0.5"}),
         Launch("timeouts", env={"SGLANG_REQ_RUNNING_TIMEOUT": "2"}),
     )
@@ -79,11 +97,18 @@ LAUNCHES = {
 class Cluster(Fleet):
     """A fleet of tests/sglang with an engine of a kind and a launch given here."""
 
-    def __init__(self, folder: Path, bin_dir: Path, kind: str, launch: Launch):
+    def __init__(
+        self, folder: Path, bin_dir: Path, kind: str, launch: Launch, worker: str = "clients"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(folder, bin_dir, launch.page_size, worker="clients")
+        super().__init__(folder, bin_dir, launch.page_size, worker=worker)
         self.kind = kind
         self.launch = launch
+        alone = replace(launch, workers=1)
+        self.others = [
+            Cluster(folder / f"worker-{number}", bin_dir, kind, alone, f"clients-{number}")
+            for number in range(1, launch.workers)
+        ]
 
     @property
     def model_path(self) -> str:
@@ -93,14 +118,23 @@ class Cluster(Fleet):
 
     def start(self) -> None:
         print(f"clients: starting the {self.kind}, launch {self.launch.name!r}", flush=True)
+        for each in (self, *self.others):
+            each.start_worker()
+        self.start_router(*self.others)
+        self.wait_placing()
+
+    def processes(self) -> list[Process]:
+        return super().processes() + [
+            process for other in self.others for process in other.processes()
+        ]
+
+    def start_worker(self) -> None:
         if self.kind == "engine":
             self._start_engine()
         else:
             self._start_simulator()
         self.wait_engine()
         self.start_agent(settings=f'files.shim_socket = "{self.shim_socket}"\n')
-        self.start_router()
-        self.wait_placing()
 
     def revive(self) -> None:
         """Starts the fleet again if one of its processes has ended."""
@@ -109,18 +143,11 @@ class Cluster(Fleet):
             self.start()
 
     def _start_engine(self) -> None:
-        (port, events, replay) = free_ports(3)
-        kv_events = {
-            "publisher": "zmq",
-            "topic": "kv-events",
-            "endpoint": f"tcp://127.0.0.1:{events}",
-            "bind": True,
-            "replay_endpoint": f"tcp://127.0.0.1:{replay}",
-        }
+        (port, *ports) = free_ports(3)
         flags = [
             *self.launch.flags(),
             "--chunked-prefill-size", "512",
-            "--kv-events-config", json.dumps(kv_events),
+            "--kv-events-config", kv_events(*ports),
             "--json-model-override-args",
             json.dumps({"max_position_embeddings": self.launch.context_tokens}),
             # The later of two flags wins.
@@ -132,13 +159,14 @@ class Cluster(Fleet):
         self.engine_url = f"http://127.0.0.1:{port}"
 
     def _start_simulator(self) -> None:
-        (port,) = free_ports(1)
+        (port, *ports) = free_ports(3)
         command = [
             str(self.bin_dir / "engine-sim"),
             "--port", str(port),
             "--model-path", self.model_path,
             "--served-model-name", self.launch.model,
-            "--shim-socket", str(self.shim_socket),
+            *(("--shim-socket", str(self.shim_socket)) if self.launch.shim else ()),
+            *(("--kv-events-config", kv_events(*ports)) if self.launch.events else ()),
             "--health-ms", "50",
             "--enable-metrics",
             "--enable-cache-report",
@@ -157,6 +185,17 @@ class Cluster(Fleet):
             for line in text.splitlines()
             if line.startswith(name)
         }
+
+
+def kv_events(events: int, replay: int) -> str:
+    """Returns the engine's setting to publish KV events at these ports."""
+    return json.dumps({
+        "publisher": "zmq",
+        "topic": "kv-events",
+        "endpoint": f"tcp://127.0.0.1:{events}",
+        "bind": True,
+        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+    })
 
 
 @dataclass(frozen=True)
