@@ -30,8 +30,8 @@ use super::{
 /// Number of blocks at the end of a prompt by which its continuation is recognized. The last block
 /// may hold the beginning of the answer's turn, which some clients leave out of the history.
 const END_BLOCKS: usize = 2;
-/// If at least one of so many prompts that begin something new is continued, the next such prompt is
-/// placed as the first of a conversation.
+/// If at least one of so many prompts that begin something new is continued, the next such prompt
+/// is placed as the first of a conversation.
 const BEGUN_PER_CONTINUED_MAX: u64 = 5;
 /// The conversations, begun and continued, that are assumed to have been seen at the start.
 const SEEN_ASSUMED: [u64; 2] = [20, 10];
