@@ -336,7 +336,8 @@ fn place_in_role(
         // Leave out the other ranks of the session's agent. The agent runs a turn on the rank that
         // has its session, whichever rank the router chooses.
         let is_other_rank = |rank: WorkerRef| rank.agent == worker.agent && rank != worker;
-        if session_worker.is_some_and(|stats| is_other_rank(stats.worker())) {
+        let is_session = request.conversations.is_none();
+        if is_session && session_worker.is_some_and(|stats| is_other_rank(stats.worker())) {
             continue;
         }
         let tie_break = || rendezvous_hash(request.digest, view, worker);

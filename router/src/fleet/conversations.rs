@@ -3,8 +3,9 @@
 //! A *turn* is one request and its answer, and a *worker* is one data-parallel rank of an engine.
 //! Most agent programs send no session name. But each prompt of a conversation begins with the
 //! previous one: it *continues* that prompt. This module remembers where each prompt ended, as the
-//! hash of its last blocks. A hash stands for the whole prompt up to its block, so one look-up per
-//! block of a new prompt finds the conversation that it continues.
+//! hash of its last block. A hash stands for the whole prompt up to its block, so one look-up per
+//! block of a new prompt finds the conversation that it continues. A prompt of no more blocks
+//! continues none: many prompts have one beginning, and a few words of their own after it.
 //!
 //! A conversation has its KV on one worker. An engine evicts the KV that was unused for longest. So
 //! this module assumes of each worker that the conversations used last are resident, as many as fit
@@ -27,9 +28,6 @@ use super::{
     worker::WorkerRef,
 };
 
-/// Number of blocks at the end of a prompt by which its continuation is recognized. The last block
-/// may hold the beginning of the answer's turn, which some clients leave out of the history.
-const END_BLOCKS: usize = 2;
 /// If at least one of so many prompts that begin something new is continued, the next such prompt
 /// is placed as the first of a conversation.
 const BEGUN_PER_CONTINUED_MAX: u64 = 5;
@@ -52,7 +50,7 @@ type UseOrder = (Instant, u64);
 pub struct Conversations {
     conversations_max: usize,
     conversations: HashMap<ConversationId, Conversation>,
-    /// By hash of one of a prompt's last blocks: the conversation.
+    /// By hash of a prompt's last block: the conversation.
     by_end: HashMap<BlockHash, ConversationId>,
     /// All conversations without a running turn, unused for longest first.
     idle: BTreeSet<(UseOrder, ConversationId)>,
@@ -82,8 +80,10 @@ struct WorkerConversations {
 struct Conversation {
     /// The worker that ran the last turn.
     worker: WorkerRef,
-    /// Hashes of the last blocks of its last prompt.
-    ends: Vec<BlockHash>,
+    /// Hash of the last block of its last prompt.
+    end: BlockHash,
+    /// Number of blocks of that prompt.
+    blocks: usize,
     /// Tokens of the last prompt.
     prompt_tokens: u64,
     /// Tokens of KV that only this conversation has on the worker: without what it shares.
@@ -124,8 +124,6 @@ pub struct Begun<'a> {
     pub uncached_tokens: u64,
     /// The worker.
     pub worker: WorkerRef,
-    /// Tokens of the worker's pool.
-    pub pool_tokens: u64,
 }
 
 impl Conversations {
@@ -154,7 +152,8 @@ impl Conversations {
         let id = self.find_id(chain)?;
         let conversation = &self.conversations[&id];
         let (idle_since, _) = conversation.idle_since?;
-        conversation.is_resident.then_some(Continued {
+        let has_grown = chain.len() > conversation.blocks;
+        (conversation.is_resident && has_grown).then_some(Continued {
             id,
             worker: conversation.worker,
             idle_since,
@@ -216,24 +215,20 @@ impl Conversations {
     /// Records that a turn begins, and returns its conversation. A prompt that is too short to have
     /// a block begins none.
     pub fn begin_turn(&mut self, begun: &Begun<'_>, now: Instant) -> Option<ConversationId> {
-        if begun.chain.is_empty() {
-            return None;
-        }
+        let end = *begun.chain.last()?;
         let id = match self.find_id(begun.chain) {
             Some(id) => {
                 self.continue_conversation(id, begun, now);
                 id
             }
-            None => self.insert(begun),
+            None => self.insert(begun, end),
         };
-        let ends = &begun.chain[begun.chain.len().saturating_sub(END_BLOCKS)..];
-        self.set_ends(id, ends);
-        self.evict(begun.worker, begun.pool_tokens);
+        self.set_end(id, end, begun.chain.len());
         self.bound(now);
         Some(id)
     }
 
-    fn insert(&mut self, begun: &Begun<'_>) -> ConversationId {
+    fn insert(&mut self, begun: &Begun<'_>, end: BlockHash) -> ConversationId {
         self.last_id += 1;
         self.begun += 1;
         if self.begun > BEGUN_MAX {
@@ -241,7 +236,8 @@ impl Conversations {
         }
         let conversation = Conversation {
             worker: begun.worker,
-            ends: vec![],
+            end,
+            blocks: begun.chain.len(),
             prompt_tokens: begun.prompt_tokens,
             own_tokens: begun.uncached_tokens,
             is_resident: true,
@@ -269,13 +265,29 @@ impl Conversations {
         let added_tokens =
             if stays { begun.uncached_tokens.max(grown_tokens) } else { begun.uncached_tokens };
         conversation.own_tokens = (kept_tokens + added_tokens).min(begun.prompt_tokens);
+        let grows = begun.chain.len() > conversation.blocks;
         if conversation.worker != begun.worker {
-            (conversation.worker, conversation.moved_at) = (begun.worker, Some(now));
+            conversation.worker = begun.worker;
+            conversation.moved_at = Some(now).filter(|_| grows).or(conversation.moved_at);
         }
         conversation.prompt_tokens = begun.prompt_tokens;
-        self.continued += u64::from(!conversation.has_grown);
-        (conversation.is_resident, conversation.has_grown) = (true, true);
+        self.continued += u64::from(grows && !conversation.has_grown);
+        conversation.is_resident = true;
+        conversation.has_grown |= grows;
         self.workers.entry(begun.worker).or_default().tokens += conversation.own_tokens;
+    }
+
+    /// Records that a worker with this much room for KV that can be evicted has begun to answer a
+    /// turn: it has the turn's KV.
+    pub fn record_answer(&mut self, id: ConversationId, room_tokens: u64) {
+        if let Some(worker) = self.conversations.get(&id).map(|conversation| conversation.worker) {
+            self.evict(worker, room_tokens);
+        }
+    }
+
+    /// Forgets a conversation whose turn no worker has answered.
+    pub fn discard(&mut self, id: ConversationId) {
+        self.remove(id);
     }
 
     /// Records that a turn has ended.
@@ -351,25 +363,26 @@ impl Conversations {
         }
     }
 
-    fn set_ends(&mut self, id: ConversationId, ends: &[BlockHash]) {
+    fn set_end(&mut self, id: ConversationId, end: BlockHash, blocks: usize) {
+        self.forget_end(id);
         let conversation = self.conversations.get_mut(&id).expect("the caller has its id");
-        for end in std::mem::replace(&mut conversation.ends, ends.to_vec()) {
-            if self.by_end.get(&end) == Some(&id) {
-                self.by_end.remove(&end);
-            }
-        }
-        for end in ends {
-            // Of two with the same end, the later one is continued.
-            self.by_end.insert(*end, id);
+        (conversation.end, conversation.blocks) = (end, blocks);
+        // Of two with the same end, the later one is continued.
+        self.by_end.insert(end, id);
+    }
+
+    fn forget_end(&mut self, id: ConversationId) {
+        let end = self.conversations.get(&id).map(|conversation| conversation.end);
+        if let Some(end) = end.filter(|end| self.by_end.get(end) == Some(&id)) {
+            self.by_end.remove(&end);
         }
     }
 
     /// Takes a conversation's tokens from its worker, if they are presumably there.
     fn take_from_worker(&mut self, id: ConversationId) {
-        let conversation = &self.conversations[&id];
-        if !conversation.is_resident {
+        let Some(conversation) = self.conversations.get(&id).filter(|it| it.is_resident) else {
             return;
-        }
+        };
         let Some(on_worker) = self.workers.get_mut(&conversation.worker) else { return };
         on_worker.tokens -= conversation.own_tokens;
         if let Some(order) = conversation.idle_since {
@@ -381,10 +394,10 @@ impl Conversations {
         }
     }
 
-    /// Assumes that an engine has evicted what doesn't fit into its pool, unused for longest first.
-    fn evict(&mut self, worker: WorkerRef, pool_tokens: u64) {
+    /// Assumes that an engine has evicted what it has no room for, unused for longest first.
+    fn evict(&mut self, worker: WorkerRef, room_tokens: u64) {
         while let Some(on_worker) = self.workers.get(&worker)
-            && on_worker.tokens > pool_tokens
+            && on_worker.tokens > room_tokens
             && let Some((_, id)) = on_worker.idle.first().copied()
         {
             self.take_from_worker(id);
@@ -406,7 +419,7 @@ impl Conversations {
     }
 
     fn remove(&mut self, id: ConversationId) {
-        self.set_ends(id, &[]);
+        self.forget_end(id);
         self.take_from_worker(id);
         if let Some(conversation) = self.conversations.remove(&id)
             && let Some(order) = conversation.idle_since
@@ -423,7 +436,6 @@ impl Conversations {
         let mut tokens: HashMap<WorkerRef, (u64, u64, usize)> = HashMap::new();
         for (id, conversation) in &self.conversations {
             assert!(conversation.own_tokens <= conversation.prompt_tokens);
-            assert!(conversation.ends.len() <= END_BLOCKS);
             let order = conversation.idle_since;
             assert!(order.is_none_or(|order| self.idle.contains(&(order, *id))));
             if conversation.is_resident {
@@ -437,7 +449,7 @@ impl Conversations {
             }
         }
         for (end, id) in &self.by_end {
-            assert!(self.conversations[id].ends.contains(end));
+            assert_eq!(self.conversations[id].end, *end);
         }
         let is_idle = |conversation: &&Conversation| conversation.idle_since.is_some();
         assert_eq!(self.idle.len(), self.conversations.values().filter(is_idle).count());
@@ -476,20 +488,23 @@ mod tests {
         worker: WorkerRef,
         now: Instant,
     ) -> Option<ConversationId> {
-        let id = begin(table, chain, worker, 1000, now);
-        id.inspect(|id| table.end_turn(*id, now))
+        let id = begin(table, chain, worker, now);
+        id.inspect(|id| {
+            table.record_answer(*id, 1000);
+            table.end_turn(*id, now);
+            table.check_invariants();
+        })
     }
 
     fn begin(
         table: &mut Conversations,
         chain: &[BlockHash],
         worker: WorkerRef,
-        pool_tokens: u64,
         now: Instant,
     ) -> Option<ConversationId> {
         let prompt_tokens = chain.len() as u64 * 100;
         let uncached_tokens = prompt_tokens;
-        let begun = Begun { chain, prompt_tokens, uncached_tokens, worker, pool_tokens };
+        let begun = Begun { chain, prompt_tokens, uncached_tokens, worker };
         let id = table.begin_turn(&begun, now);
         table.check_invariants();
         id
@@ -501,26 +516,54 @@ mod tests {
         let id = run_turn(&mut table, &chain(1, 4), at(2), now).unwrap();
         let found = table.find(&chain(1, 6)).expect("it continues the first prompt");
         assert_eq!((found.id, found.worker, found.idle_since), (id, at(2), now));
-        assert_eq!(table.find(&chain(1, 3)).map(|found| found.id), Some(id), "an end left out");
-        assert_eq!(table.find(&chain(1, 2)), None, "it is shorter");
+        assert_eq!(table.find(&chain(1, 4)), None, "it has not grown");
+        assert_eq!(table.find(&chain(1, 3)), None, "it is shorter");
         assert_eq!(table.find(&chain(2, 6)), None, "another prompt");
         assert_eq!(run_turn(&mut table, &chain(1, 6), at(2), now + SECOND), Some(id));
-        assert_eq!(table.find(&chain(1, 5)).map(|found| found.id), Some(id));
-        assert_eq!(table.find(&chain(1, 4)), None, "what came before has grown");
+        assert_eq!(table.find(&chain(1, 7)).map(|found| found.id), Some(id));
+        assert_eq!(table.find(&chain(1, 5)), None, "what came before has grown");
         assert_eq!(run_turn(&mut table, &[], at(2), now), None, "too short to have a block");
     }
 
     #[test]
     fn prompts_side_by_side_are_several_conversations() {
         let (mut table, now) = (Conversations::new(10), start());
-        let one = begin(&mut table, &chain(1, 4), at(0), 1000, now).unwrap();
-        assert_eq!(table.find(&chain(1, 4)), None);
-        let other = begin(&mut table, &chain(1, 4), at(1), 1000, now).unwrap();
+        let one = begin(&mut table, &chain(1, 4), at(0), now).unwrap();
+        assert_eq!(table.find(&chain(1, 5)), None);
+        let other = begin(&mut table, &chain(1, 4), at(1), now).unwrap();
         assert_ne!(one, other);
         table.end_turn(one, now);
         table.end_turn(other, now);
         table.check_invariants();
-        assert_eq!(table.find(&chain(1, 4)).map(|found| found.id), Some(other));
+        assert_eq!(table.find(&chain(1, 5)).map(|found| found.id), Some(other));
+    }
+
+    #[test]
+    fn prompts_with_one_beginning_and_a_short_end_are_no_conversation() {
+        let (mut table, now) = (Conversations::new(10), start());
+        // What differs is less than a block.
+        for agent in 0..3 {
+            assert_eq!(table.find(&chain(1, 4)), None);
+            run_turn(&mut table, &chain(1, 4), at(agent), now);
+        }
+        assert_eq!([0, 1, 2].map(|agent| table.tokens_on(at(agent))), [0, 0, 400]);
+        // What differs has a block of its own.
+        let tail = |end| [chain(1, 4), chain(end, 1)].concat();
+        run_turn(&mut table, &tail(2), at(0), now);
+        assert_eq!(table.find(&tail(3)), None);
+    }
+
+    #[test]
+    fn what_no_worker_answered_is_forgotten() {
+        let (mut table, now) = (Conversations::new(10), start());
+        run_turn(&mut table, &chain(1, 8), at(0), now);
+        let refused = begin(&mut table, &chain(2, 8), at(0), now).unwrap();
+        table.discard(refused);
+        table.check_invariants();
+        table.end_turn(refused, now);
+        table.check_invariants();
+        assert!(table.find(&chain(1, 9)).is_some(), "nothing was evicted");
+        assert_eq!((table.find(&chain(2, 9)), table.tokens_on(at(0))), (None, 800));
     }
 
     #[test]
@@ -530,9 +573,9 @@ mod tests {
             run_turn(&mut table, &chain(prompt, 4), at(0), now + second * SECOND);
         }
         assert_eq!(table.tokens_on(at(0)), 800);
-        assert_eq!(table.find(&chain(2, 4)), None, "the engine has evicted it");
+        assert_eq!(table.find(&chain(2, 5)), None, "the engine has evicted it");
         assert_eq!(table.oldest_use_on(at(0)), Some(now + 2 * SECOND));
-        assert!([1, 3].iter().all(|&prompt| table.find(&chain(prompt, 4)).is_some()));
+        assert!([1, 3].iter().all(|&prompt| table.find(&chain(prompt, 5)).is_some()));
         // It comes again, and is known to have grown.
         run_turn(&mut table, &chain(2, 4), at(1), now + 9 * SECOND);
         assert_eq!((table.tokens_on(at(0)), table.tokens_on(at(1))), (800, 400));
@@ -543,7 +586,7 @@ mod tests {
         let (mut table, now) = (Conversations::new(10), start());
         run_turn(&mut table, &chain(1, 4), at(0), now);
         run_turn(&mut table, &chain(1, 6), at(1), now + SECOND);
-        let found = table.find(&chain(1, 6)).unwrap();
+        let found = table.find(&chain(1, 7)).unwrap();
         assert_eq!((found.worker, found.moved_at), (at(1), Some(now + SECOND)));
         assert_eq!((table.tokens_on(at(0)), table.tokens_on(at(1))), (0, 600));
         table.rebind(found.id, at(2));
@@ -551,7 +594,7 @@ mod tests {
         assert_eq!((table.tokens_on(at(1)), table.tokens_on(at(2))), (0, 600));
         table.forget_agent(2);
         table.check_invariants();
-        assert_eq!((table.find(&chain(1, 6)), table.tokens_on(at(2))), (None, 0));
+        assert_eq!((table.find(&chain(1, 7)), table.tokens_on(at(2))), (None, 0));
     }
 
     #[test]
@@ -585,7 +628,7 @@ mod tests {
                 match action {
                     0 => {
                         let chain = chain(prompt, blocks);
-                        running.extend(begin(&mut table, &chain, at(agent), 900, now));
+                        running.extend(begin(&mut table, &chain, at(agent), now));
                     }
                     1 if !running.is_empty() => table.end_turn(running.remove(0), now),
                     2 if !running.is_empty() => table.rebind(running[0], at(agent)),

@@ -12,7 +12,12 @@
 //!
 //! The state makes the estimate of the whole fleet whenever it sums the reuse forecast.
 
-use std::{collections::HashMap, num::NonZeroU64, sync::Arc};
+use std::{
+    collections::HashMap,
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    num::NonZeroU64,
+    sync::Arc,
+};
 
 use proto::load::Figure;
 
@@ -27,8 +32,8 @@ const HALF_LIFE_MS: u64 = 600_000;
 /// Weights are in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
-/// What makes workers equally fast: the names of their models and of their devices.
-type Kind = (Vec<String>, Vec<String>);
+/// A hash of what makes workers equally fast: the names of their models and of their devices.
+type Kind = u64;
 
 /// The prefill rates of the fleet, in tokens per second.
 #[derive(Debug, Clone, Default)]
@@ -79,8 +84,10 @@ impl PrefillRates {
 fn kind(agent: &Agent, dp_rank: u32) -> Option<Kind> {
     let description = &agent.facts.as_ref()?.description;
     let devices = &description.ranks.get(dp_rank as usize)?.devices;
-    let names = devices.iter().map(|device| device.name.clone()).collect();
-    Some((description.engine.models.clone(), names))
+    let mut hasher = DefaultHasher::new();
+    description.engine.models.hash(&mut hasher);
+    devices.iter().for_each(|device| device.name.hash(&mut hasher));
+    Some(hasher.finish())
 }
 
 /// Returns the middle one of some rates; the higher one of two in the middle.

@@ -80,7 +80,7 @@ pub struct SourceNews {
 const UNREACHABLE_REPORTS_MAX: u32 = 10;
 
 /// The most conversations without a name that are remembered. Each takes about 400 bytes.
-const CONVERSATIONS_MAX: usize = 32_768;
+const CONVERSATIONS_MAX: usize = 16_384;
 
 /// Interval at which leaving agents are looked at.
 const LEAVING_CHECK_INTERVAL: Duration = Duration::from_millis(250);
@@ -340,6 +340,12 @@ impl State {
             self.spare_counts.resize_with(new_ranks.max(COUNTS_ALLOCATED), Arc::default);
         }
         let new_counts = self.spare_counts.split_off(self.spare_counts.len() - new_ranks);
+        let old = self.view.agents[agent_index].facts.as_ref();
+        let old_engine = old.map(|facts| &facts.description.engine.instance);
+        if old_engine.is_some_and(|instance| *instance != description.engine.instance) {
+            // A new engine process has none of the KV.
+            self.conversations.lock().forget_agent(agent_index);
+        }
         let agent = self.agent_mut(agent_index);
         agent.in_flight.extend(new_counts);
         agent.facts = Some(Facts {

@@ -24,13 +24,13 @@ const NEAR_TIE_SHARE_MS_MAX: u64 = 20;
 /// The workers compared so far that cost least, at most [`FIGURES_MAX`].
 #[derive(Debug, Default)]
 pub(super) struct Compared {
-    /// The least cost first. [`Compared::cost_on`] adds further workers at the end.
+    /// The least cost first. [`Compared::figures_of`] adds further workers at the end.
     figures: Vec<Figures>,
     /// The sort key of each sorted entry of `figures`.
     sort_keys: Vec<SortKey>,
 }
 
-/// Cost in milliseconds, number of sessions, and the tie-break by [`rendezvous_hash`].
+/// Cost in milliseconds, number of sessions, and the tie-break by a hash.
 pub(super) type SortKey = (u64, u32, Reverse<u64>);
 
 impl Compared {

@@ -20,6 +20,7 @@ use proto::{
 use super::*;
 use crate::{
     fleet::{
+        conversations::{Begun, Conversations},
         lease::Lease,
         state::{State, Update},
         testing::{description, fleet, report, start},
@@ -758,4 +759,40 @@ fn the_only_worker_and_none() {
     let now = start();
     assert_eq!(placed(&fleet(&[(0, 0)], now), &request(1), now), (0, Reason::OnlyWorker));
     assert_eq!(place(&request(1), &fleet(&[], now).snapshot(), now), Err(NoWorker::Unusable));
+}
+
+/// Records a prompt of so many tokens, which a worker has answered.
+fn record_prompt(table: &mut Conversations, number: u64, tokens: u64, agent: usize, now: Instant) {
+    let chain = [BlockHash(number)];
+    let worker = at(agent);
+    let begun = Begun { chain: &chain, prompt_tokens: tokens, uncached_tokens: tokens, worker };
+    let id = table.begin_turn(&begun, now).expect("it has a block");
+    table.record_answer(id, POOL_TOKENS);
+    table.end_turn(id, now);
+}
+
+#[test]
+fn a_conversation_begins_where_the_most_room_is_or_else_where_the_oldest_kv_is() {
+    let now = start();
+    let mut state = fleet(&[(0, 0), (0, 0), (0, 0)], now);
+    (0..3).for_each(|agent| report_load(&mut state, agent, |_| {}, now));
+    let (view, overlap) = (state.snapshot(), Overlap::default());
+    let mut table = Conversations::new(100);
+    let choices = |table: &Conversations| -> Vec<WorkerRef> {
+        let placed = (0..20).map(|digest| {
+            let conversations = Some(table);
+            let ask = PlacementRequest { prompt: prompt(100_000, &overlap), ..request(digest) };
+            place(&PlacementRequest { conversations, ..ask }, &view, now + 9 * SECOND).unwrap()
+        });
+        placed.map(|placement| placement.worker).collect()
+    };
+    for (number, (agent, tokens)) in (0..).zip([(2, 400_000), (0, 300_000), (1, 500_000)]) {
+        let used_at = now + u32::try_from(number).unwrap() * SECOND;
+        record_prompt(&mut table, number, tokens, agent, used_at);
+    }
+    assert_eq!(choices(&table), vec![at(0); 20]);
+    for (number, (agent, tokens)) in (10..).zip([(0, 650_000), (1, 450_000), (2, 550_000)]) {
+        record_prompt(&mut table, number, tokens, agent, now + 5 * SECOND);
+    }
+    assert_eq!(choices(&table), vec![at(2); 20], "its first prompt is the oldest");
 }

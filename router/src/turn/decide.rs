@@ -142,18 +142,22 @@ pub(super) struct SessionDecision {
 impl<'a> TurnFacts<'a> {
     /// Returns the request to place the turn as if it had no session: by the conversation that its
     /// prompt continues, if that has no name either.
-    pub(super) fn placement_request(&self) -> PlacementRequest<'a> {
+    pub(super) fn placement_request(&self, now: Instant) -> PlacementRequest<'a> {
         let continued = self
             .conversations
             .zip(self.blocks)
             .and_then(|(conversations, blocks)| conversations.find(blocks.chain()));
-        let sticky = continued.map(|continued| Sticky {
-            last_turn_ended: Some(continued.idle_since),
-            moved_at: continued.moved_at,
-            reported_tokens: continued.own_tokens,
-            ..Sticky::new(continued.worker)
-        });
-        let can_trust_counts = sticky.is_none_or(|sticky| self.can_trust_count(sticky.worker));
+        // Nothing ties it to a worker that can't take turns at once, or whose blocks are unknown.
+        let can_stay = |worker| {
+            self.view.state(worker, now) == WorkerState::Fresh && self.can_trust_count(worker)
+        };
+        let sticky =
+            continued.filter(|continued| can_stay(continued.worker)).map(|continued| Sticky {
+                last_turn_ended: Some(continued.idle_since),
+                moved_at: continued.moved_at,
+                reported_tokens: continued.own_tokens,
+                ..Sticky::new(continued.worker)
+            });
         let begins_conversation =
             || self.blocks.and(self.conversations).is_some_and(Conversations::expects_more_turns);
         PlacementRequest {
@@ -164,7 +168,7 @@ impl<'a> TurnFacts<'a> {
             sticky,
             conversations: self.conversations,
             prefer: self.prefer,
-            prompt: self.blocks.filter(|_| can_trust_counts).map(TurnBlocks::prompt_overlap),
+            prompt: self.blocks.map(TurnBlocks::prompt_overlap),
             retention: None,
             model: self.turn.model.as_deref(),
             weights: self.turn.weights.as_ref(),
@@ -229,7 +233,7 @@ pub(super) fn decide_session<E: From<Error>>(
         facts.add_binding(sticky, binding, now);
         sticky.fixed |= intent.is_delta;
     }
-    let request = facts.placement_request();
+    let request = facts.placement_request(now);
     let can_trust_counts = sticky.is_none_or(|sticky| facts.can_trust_count(sticky.worker));
     let request = PlacementRequest {
         digest: intent.key.digest(),

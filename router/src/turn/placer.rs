@@ -246,7 +246,8 @@ impl Placer {
             return placed;
         }
         let placement = Placement::without_comparison(worker, Reason::Claimed);
-        let request = self.facts(turn, turn_id, &view, placed.blocks.as_ref()).placement_request();
+        let request =
+            self.facts(turn, turn_id, &view, placed.blocks.as_ref()).placement_request(now());
         let Ok(placement) = pair::complete(placement, &request, &view, now()) else {
             return placed;
         };

@@ -230,6 +230,11 @@ pub(crate) fn build_answer(
             shared.block_locator.record_sent(&blocks, worker, &shared.directory.view());
         }
     }
+    if let Some(conversation) =
+        placed.conversation.as_mut().filter(|_| response.status().is_success())
+    {
+        conversation.record_answer(placed.worker, &shared.directory.view());
+    }
     let (mut parts, agent_body) = response.into_parts();
     strip_answer(&mut parts.headers);
     parts.headers.remove(header::CONTENT_LENGTH);

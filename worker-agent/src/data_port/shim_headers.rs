@@ -18,7 +18,7 @@ const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim")
 /// turn outside the session. The agent then aborts the turn.
 const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
 /// Request header to the engine on a route whose body can't name a session: the tag that the shim
-/// gives the turn's KV.
+/// gives the turn's KV. A shim of before this header leaves the turn untagged.
 const TAG_HEADER: HeaderName = HeaderName::from_static("x-override-berth-tag");
 
 /// Adds the headers that tell the shim the turn's tag and how to handle a full history. The shim

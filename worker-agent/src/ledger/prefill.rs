@@ -71,10 +71,12 @@ impl PrefillRate {
         if tokens < INTERVAL_TOKENS_MIN || busy_us == 0 {
             return;
         }
-        self.intervals = (self.intervals + 1).min(REPORTED_INTERVALS_MIN);
         if self.measured_tokens < WARM_UP_TOKENS && self.was_slower(tokens, busy_us) {
-            (self.tokens_sum, self.busy_fs_sum) = (0, 0);
+            // A pass whose end was noticed late makes the next one seem fast, so that one is not
+            // reported alone.
+            (self.tokens_sum, self.busy_fs_sum, self.intervals) = (0, 0, 0);
         }
+        self.intervals = (self.intervals + 1).min(REPORTED_INTERVALS_MIN);
         self.measured_tokens = self.measured_tokens.saturating_add(tokens).min(WARM_UP_TOKENS);
         // A mean of the intervals' rates would be wrong. The engine measures a pass from the moment
         // when its scheduler noticed the end of the previous pass. If the scheduler notices an end
@@ -226,10 +228,12 @@ mod tests {
         rate.record_sample(at, 4_000, 4_000_000);
         assert_eq!(told(&rate), None);
         rate.record_sample(at, 8_000, 4_400_000);
+        assert_eq!(told(&rate), None, "it may be too fast");
+        rate.record_sample(at, 12_000, 4_800_000);
         assert_eq!(told(&rate), Some(10_000));
         // Once it is warm, a fast prompt is one of many.
-        rate.record_sample(at, 48_000, 8_400_000);
-        rate.record_sample(at, 49_000, 8_420_000);
+        rate.record_sample(at, 52_000, 8_800_000);
+        rate.record_sample(at, 53_000, 8_820_000);
         assert!((10_000..10_500).contains(&told(&rate).unwrap()), "{:?}", told(&rate));
     }
 

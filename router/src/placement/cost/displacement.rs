@@ -27,6 +27,8 @@ pub(super) struct IdleKv {
     classes: [IdleClass; IDLE_CLASSES],
     /// Tokens of all of it.
     tokens: u64,
+    /// The part of `tokens` of which eviction may have taken some already.
+    reported_tokens: u64,
 }
 
 impl IdleKv {
@@ -46,12 +48,15 @@ impl IdleKv {
             Some(conversations) => conversations.evicted_first(worker, 2 * new_tokens, now),
             None => (demand.unnamed_idle_classes, sum(&demand.unnamed_idle_classes)),
         };
-        let tokens = sum(&demand.idle_classes).saturating_add(unnamed_tokens);
+        let session_tokens = sum(&demand.idle_classes);
+        let tokens = session_tokens.saturating_add(unnamed_tokens);
+        // The table of conversations has no evicted ones.
+        let reported_tokens = if request.conversations.is_some() { session_tokens } else { tokens };
         let mut classes = demand.idle_classes;
         for (class, unnamed) in classes.iter_mut().zip(unnamed_classes) {
             *class = class.plus(unnamed);
         }
-        Self { classes, tokens }
+        Self { classes, tokens, reported_tokens }
     }
 }
 
@@ -81,7 +86,7 @@ pub(super) fn displaced_tokens(
     let sessionless_tokens = evictable_tokens.saturating_sub(idle.tokens) / SESSIONLESS_DIVISOR;
     let mut missing_tokens =
         new_tokens.saturating_sub(free_tokens).saturating_sub(sessionless_tokens);
-    let mut evicted_tokens = idle.tokens.saturating_sub(evictable_tokens);
+    let mut evicted_tokens = idle.reported_tokens.saturating_sub(evictable_tokens);
     let mut reused_sum = 0;
     for IdleClass { tokens, wanted_tokens } in idle.classes.iter().rev() {
         if missing_tokens == 0 {

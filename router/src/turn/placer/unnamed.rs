@@ -11,6 +11,7 @@ use super::{PlacedTurn, Placer};
 use crate::{
     fleet::{
         conversations::{Begun, ConversationId, Conversations},
+        snapshot::Snapshot,
         worker::WorkerRef,
     },
     placement::{Placement, PlacementRequest},
@@ -28,26 +29,28 @@ impl Placer {
     ) -> Result<PlacedTurn, E> {
         let TurnFacts { turn, turn_id, view, .. } = *facts;
         let Some(blocks) = facts.blocks else {
-            let placement = choose(&facts.placement_request(), now())?;
+            let placed_at = now();
+            let placement = choose(&facts.placement_request(placed_at), placed_at)?;
             return Ok(self.commit(turn, turn_id, view, placement, None, true));
         };
         let mut conversations = self.conversations.lock();
         let placed_at = now();
         let facts = TurnFacts { conversations: Some(&conversations), ..*facts };
-        let placement = choose(&facts.placement_request(), placed_at)?;
+        let placement = choose(&facts.placement_request(placed_at), placed_at)?;
         let (worker, prompt_tokens) = (placement.worker, blocks.prompt_overlap().tokens);
-        let pool_tokens = view.worker_table().get(worker).and_then(|stats| stats.pool_tokens());
         let begun = Begun {
             chain: blocks.chain(),
             prompt_tokens,
             uncached_tokens: placement.uncached_tokens.unwrap_or(prompt_tokens).min(prompt_tokens),
             worker,
-            pool_tokens: pool_tokens.unwrap_or(u64::MAX),
         };
         let id = conversations.begin_turn(&begun, placed_at);
         drop(conversations);
-        let conversation =
-            id.map(|id| ConversationHold { conversations: Arc::clone(&self.conversations), id });
+        let conversation = id.map(|id| ConversationHold {
+            conversations: Arc::clone(&self.conversations),
+            id,
+            is_answered: false,
+        });
         let placed = self.commit(turn, turn_id, view, placement, None, true);
         Ok(PlacedTurn { conversation, ..placed })
     }
@@ -58,9 +61,21 @@ impl Placer {
 pub(crate) struct ConversationHold {
     conversations: Arc<Mutex<Conversations>>,
     id: ConversationId,
+    /// Whether a worker has begun to answer. Otherwise it has none of the turn's KV.
+    is_answered: bool,
 }
 
 impl ConversationHold {
+    /// Records that the worker has begun to answer the turn.
+    pub(in crate::turn) fn record_answer(&mut self, worker: WorkerRef, view: &Snapshot) {
+        self.is_answered = true;
+        let pool_tokens = view.worker_table().get(worker).and_then(|stats| stats.pool_tokens());
+        let load = view.agent(worker).rank_load(worker.dp_rank);
+        let pinned_tokens = load.and_then(|load| load.pinned_tokens).map_or(0, |it| it.value);
+        let room_tokens = pool_tokens.unwrap_or(u64::MAX).saturating_sub(pinned_tokens);
+        self.conversations.lock().record_answer(self.id, room_tokens);
+    }
+
     /// Records that another worker runs the turn.
     pub(super) fn rebind(&self, worker: WorkerRef) {
         self.conversations.lock().rebind(self.id, worker);
@@ -69,6 +84,11 @@ impl ConversationHold {
 
 impl Drop for ConversationHold {
     fn drop(&mut self) {
-        self.conversations.lock().end_turn(self.id, now());
+        let mut conversations = self.conversations.lock();
+        if self.is_answered {
+            conversations.end_turn(self.id, now());
+        } else {
+            conversations.discard(self.id);
+        }
     }
 }

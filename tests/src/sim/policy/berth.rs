@@ -195,15 +195,16 @@ impl Berth {
         };
         let placement = placement::place(&placement_request, &view, now)
             .expect("a run keeps at least one worker");
-        let pool = view.worker_table().get(placement.worker).and_then(|stats| stats.pool_tokens());
         let begun = Begun {
             chain,
             prompt_tokens: request.input_tokens,
             uncached_tokens: placement.tokens_expected().min(request.input_tokens),
             worker: placement.worker,
-            pool_tokens: pool.unwrap_or(u64::MAX),
         };
         if let Some(id) = conversations.begin_turn(&begun, now) {
+            let pool = view.worker_table().get(placement.worker);
+            let pool_tokens = pool.and_then(|stats| stats.pool_tokens()).unwrap_or(u64::MAX);
+            conversations.record_answer(id, pool_tokens);
             self.unnamed.insert(request.turn, id);
         }
         self.expected_tokens = placement.tokens_expected();
