@@ -7,11 +7,11 @@
 //! block of a new prompt finds the conversation that it continues. A prompt of no more blocks
 //! continues none: many prompts have one beginning, and a few words of their own after it.
 //!
-//! A conversation has its KV on one worker. An engine evicts the KV that was unused for longest. So
-//! this module assumes of each worker that the conversations used last are resident, as many as fit
-//! into its pool. The turns' tasks change the table and read it when they place a turn. The reuse
-//! forecast asks how much of each worker's KV is presumably used again: what has grown is likelier
-//! to grow again than a prompt that came once.
+//! A conversation has its KV on one worker; of a pair, the decode worker stands for both. An engine
+//! evicts the KV that was unused for longest. So this module assumes of each worker that the
+//! conversations used last are resident, as many as fit into its pool. The turns' tasks change the
+//! table and read it when they place a turn. The reuse forecast asks how much of each worker's KV
+//! is presumably used again: what has grown is likelier to grow again than a prompt that came once.
 //!
 //! What is remembered is only a reason to choose one worker rather than another. Another router
 //! doesn't know it.
@@ -576,7 +576,7 @@ mod tests {
         assert_eq!(table.find(&chain(2, 5)), None, "the engine has evicted it");
         assert_eq!(table.oldest_use_on(at(0)), Some(now + 2 * SECOND));
         assert!([1, 3].iter().all(|&prompt| table.find(&chain(prompt, 5)).is_some()));
-        // It comes again, and is known to have grown.
+        // It comes again, on another worker.
         run_turn(&mut table, &chain(2, 4), at(1), now + 9 * SECOND);
         assert_eq!((table.tokens_on(at(0)), table.tokens_on(at(1))), (800, 400));
     }
