@@ -173,10 +173,7 @@ class HeldConversation:
     def _expected_kind(self, step: Step) -> str:
         if self.retention == "pinned" or (self.retention == "auto" and self.turns):
             return "reopened" if step.edited else "pinned"
-        if self.retention:
-            # The engine accepts no tag on `/v1/messages`.
-            return "none" if self.client.api == "messages" else "tagged"
-        return ""
+        return "tagged" if self.retention else ""
 
     def _check_session_turn(
         self, said: ClientAnswer, kind: str, step: Step, whole: list[int], context: dict

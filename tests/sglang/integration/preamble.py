@@ -241,4 +241,4 @@ def _kept(cluster: Cluster) -> None:
     for number, turn in enumerate(turns[1:], 2):
         assert turn.share <= 0.05, f"turn {number}: {turn.cached_tokens} tokens cached"
     kinds = [turn.kind for turn in turns]
-    assert set(kinds[TURNS // 2:]) == {"none"}, f"how the later turns ran, of {kinds}"
+    assert set(kinds[TURNS // 2:]) == {"tagged"}, f"how the later turns ran, of {kinds}"
