@@ -144,3 +144,36 @@ fn pins_without_a_bound_wedge_and_bounded_ones_do_not() {
     assert!(wedges(1.0) > 0);
     assert_eq!(wedges(0.4), 0);
 }
+
+#[test]
+fn conversations_without_names_find_what_named_ones_find() {
+    for workload in [SyntheticWorkload::Light, SyntheticWorkload::SideBySide] {
+        let (corpus, options) = build(workload, SimOptions::default());
+        for seed in 0..3 {
+            let mean_ms = |kind| run(&corpus, &options, kind, seed).ttft_ms_mean();
+            let (named, unnamed) = (mean_ms(PolicyKind::Berth), mean_ms(PolicyKind::BerthUnnamed));
+            assert!(unnamed <= 1.05 * named, "{workload:?}, seed {seed}: {unnamed} and {named} ms");
+            let others = mean_ms(PolicyKind::CacheAware);
+            assert!(
+                unnamed <= 1.05 * others,
+                "{workload:?}, seed {seed}: {unnamed} and {others} ms"
+            );
+        }
+    }
+}
+
+#[test]
+fn workers_that_join_or_start_cold_have_their_share() {
+    for churn in [Churn::Join, Churn::Cold] {
+        let base = SimOptions { churn, ..SimOptions::default() };
+        for workload in [SyntheticWorkload::Light, SyntheticWorkload::SideBySide] {
+            let (corpus, options) = build(workload, base);
+            for kind in [PolicyKind::Berth, PolicyKind::BerthUnnamed] {
+                let computed = run(&corpus, &options, kind, 0).prefilled_tokens;
+                let sum: u64 = computed.iter().sum();
+                let share = computed[7] as f64 * 8.0 / sum as f64;
+                assert!(share >= 0.6, "{churn:?}, {workload:?}, {kind:?}: {share} of its share");
+            }
+        }
+    }
+}

@@ -13,6 +13,9 @@ use super::pool::{BlockPool, Change, Class};
 const PREFILL_FIXED: Duration = Duration::from_millis(2);
 /// The prefill speed in tokens per second, as of a 70B model on one node.
 pub const PREFILL_TOKENS_PER_S: u64 = 20_000;
+/// How many times as long the first prompt of an engine that starts cold takes, because the engine
+/// compiles kernels meanwhile.
+const COLD_FACTOR: u32 = 10;
 /// The fixed decode time per answered token.
 const DECODE: Duration = Duration::from_millis(10);
 /// The additional decode time per answered token, for each turn in the batch.
@@ -53,6 +56,18 @@ struct Prefill {
     /// The end of the chunk that is being computed.
     chunk_end: Option<Time>,
     chunk_tokens: u64,
+    /// How long that chunk takes.
+    chunk_time: Duration,
+}
+
+/// An engine's counters of its prefill, as SGLang reports them. An agent measures by them how fast
+/// the engine is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PrefillCounters {
+    /// The prompt tokens computed since the engine's start.
+    pub tokens: u64,
+    /// The time that took.
+    pub busy: Duration,
 }
 
 /// A turn whose prompt has been computed.
@@ -80,12 +95,15 @@ pub struct Engine {
     /// first is being computed.
     prefills: VecDeque<Prefill>,
     decoding: u32,
+    counters: PrefillCounters,
+    /// Whether the next prompt is an engine's first, and slow.
+    cold: bool,
 }
 
 impl Engine {
-    /// Creates an idle engine.
+    /// Creates an idle engine; the first prompt of a `cold` one is slow.
     #[must_use]
-    pub fn new(block_tokens: u64, chunk_tokens: Option<u64>) -> Self {
+    pub fn new(block_tokens: u64, chunk_tokens: Option<u64>, cold: bool) -> Self {
         Self {
             block_tokens,
             chunk_tokens,
@@ -94,7 +112,15 @@ impl Engine {
             removed: Vec::new(),
             prefills: VecDeque::new(),
             decoding: 0,
+            counters: PrefillCounters::default(),
+            cold,
         }
+    }
+
+    /// Returns the counters of the prefill.
+    #[must_use]
+    pub fn prefill_counters(&self) -> PrefillCounters {
+        self.counters
     }
 
     /// Returns the blocks that a turn needs besides its chain: the part of its prompt that no later
@@ -180,8 +206,11 @@ impl Engine {
         }
         let prefill = self.prefills.front_mut()?;
         let chunk = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
-        let until = now + PREFILL_FIXED + prefill_time(chunk);
-        (prefill.chunk_tokens, prefill.chunk_end) = (chunk, Some(until));
+        let warm_time = PREFILL_FIXED + prefill_time(chunk);
+        let time = if self.cold { warm_time * COLD_FACTOR } else { warm_time };
+        let until = now + time;
+        (prefill.chunk_tokens, prefill.chunk_time) = (chunk, time);
+        prefill.chunk_end = Some(until);
         Some(until)
     }
 
@@ -190,11 +219,14 @@ impl Engine {
         let mut prefill = self.prefills.pop_front().expect("a chunk was under way");
         assert_eq!(prefill.chunk_end, Some(now), "chunks end when they said");
         prefill.chunk_end = None;
+        self.counters.tokens += prefill.chunk_tokens;
+        self.counters.busy += prefill.chunk_time;
         prefill.tokens_left -= prefill.chunk_tokens;
         if prefill.tokens_left > 0 {
             self.prefills.push_back(prefill);
             return None;
         }
+        self.cold = false;
         self.decoding += 1;
         let each = DECODE + DECODE_EACH * self.decoding;
         let tokens = u32::try_from(prefill.job.output_tokens).expect("answers are below 2^26");
@@ -214,6 +246,7 @@ impl Engine {
         pool.clear();
         self.removed.clear();
         (self.decoding, self.queued_tokens) = (0, 0);
+        self.counters = PrefillCounters::default();
         let begun = self.prefills.drain(..).map(|prefill| prefill.job);
         begun.chain(self.queue.drain(..)).collect()
     }
@@ -241,6 +274,7 @@ impl Engine {
             stored,
             chunk_end: None,
             chunk_tokens: 0,
+            chunk_time: Duration::ZERO,
         });
     }
 
@@ -309,7 +343,7 @@ mod tests {
 
     #[test]
     fn a_prefill_takes_two_ms_and_its_tokens_and_the_next_waits_for_it() {
-        let (mut engine, mut pool) = (Engine::new(500, None), BlockPool::new(1_000));
+        let (mut engine, mut pool) = (Engine::new(500, None, false), BlockPool::new(1_000));
         engine.enqueue(job(0, &[0, 1, 2, 3], 2_000));
         engine.enqueue(job(1, &[0, 1, 2, 9], 2_000));
         assert_eq!(engine.backlog_tokens(Time::ZERO), 4_000);
@@ -325,7 +359,7 @@ mod tests {
 
     #[test]
     fn chunks_let_a_short_prompt_pass_a_long_one() {
-        let (mut engine, mut pool) = (Engine::new(500, Some(1_000)), BlockPool::new(1_000));
+        let (mut engine, mut pool) = (Engine::new(500, Some(1_000), false), BlockPool::new(1_000));
         engine.enqueue(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
         assert!(engine.step(Time::ZERO, &mut pool).is_some());
         engine.enqueue(job(1, &[9], 500));
@@ -337,7 +371,7 @@ mod tests {
 
     #[test]
     fn a_full_batch_and_a_held_pool_make_turns_wait() {
-        let (mut engine, mut pool) = (Engine::new(500, None), BlockPool::new(4));
+        let (mut engine, mut pool) = (Engine::new(500, None, false), BlockPool::new(4));
         engine.enqueue(job(0, &[0, 1], 1_000));
         engine.enqueue(job(1, &[2, 3], 1_000));
         let begun = work(&mut engine, &mut pool, Time::ZERO);
@@ -347,12 +381,23 @@ mod tests {
         assert!(!pool.is_resident(1), "the idle leaf made room");
     }
 
+    #[test]
+    fn a_cold_engine_is_slow_once_and_counts_it() {
+        let (mut engine, mut pool) = (Engine::new(500, None, true), BlockPool::new(1_000));
+        engine.enqueue(job(0, &[0, 1, 2, 3], 2_000));
+        engine.enqueue(job(1, &[5, 6, 7, 8], 2_000));
+        let begun = work(&mut engine, &mut pool, Time::ZERO);
+        assert_eq!(begun, [(0, 0, 1_020 * MS), (1, 0, (1_020 + 102) * MS)]);
+        let counted = PrefillCounters { tokens: 4_000, busy: 1_122 * MS };
+        assert_eq!(engine.prefill_counters(), counted);
+    }
+
     proptest! {
         #[test]
         fn turns_begin_in_order_and_every_token_is_matched_or_computed(
             jobs in prop::collection::vec((0..6_u32, 1..12_u32), 1..30),
         ) {
-            let (mut engine, mut pool) = (Engine::new(500, None), BlockPool::new(64));
+            let (mut engine, mut pool) = (Engine::new(500, None, false), BlockPool::new(64));
             for (turn, (first, count)) in jobs.iter().enumerate() {
                 let chain: Vec<u32> = (0..*count).map(|at| first * 100 + at).collect();
                 engine.enqueue(job(turn, &chain, u64::from(*count) * 500 + 17));

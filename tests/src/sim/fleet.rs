@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use proto::load::StagedPrefill;
 
-use super::corpus::Chain;
+use super::{corpus::Chain, engine::PrefillCounters};
 
 /// What a worker may be used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +32,8 @@ pub struct Worker {
     pub backlog_tokens: u64,
     /// The load of the worker's staged prefill; `None` if its agent doesn't stage prefills.
     pub staged_prefill: Option<StagedPrefill>,
+    /// The counters of the engine's prefill.
+    pub prefill_counters: PrefillCounters,
     /// The blocks held by the worker's turns and pins.
     pub active_blocks: u64,
     /// The free blocks of the pool.
@@ -82,6 +84,7 @@ impl Fleet {
             pending_tokens: 0,
             backlog_tokens: 0,
             staged_prefill: None,
+            prefill_counters: PrefillCounters::default(),
             active_blocks: 0,
             free_blocks: pool_blocks,
             pool_blocks,

@@ -31,6 +31,10 @@ pub enum Churn {
     None,
     /// One worker crashes and returns empty; another drains and returns.
     Once,
+    /// One worker joins the others at a third of the run.
+    Join,
+    /// The first prompt of one engine takes ten times as long as it should.
+    Cold,
 }
 
 /// The faults in the delivery of block changes and session ends.

@@ -94,7 +94,14 @@ struct World {
 #[must_use]
 pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u64) -> RunStats {
     let pool_blocks = options.pool_tokens.map_or(u64::MAX, |tokens| tokens / corpus.block_tokens);
-    let engine = || Engine::new(corpus.block_tokens, options.chunk_tokens);
+    // A bound with one pool has no churn, because a crash would empty the pool of all engines.
+    let has_one_pool = matches!(kind, PolicyKind::Pooled | PolicyKind::PooledClairvoyant);
+    let churn = if has_one_pool { Churn::None } else { options.churn };
+    let last = options.workers - 1;
+    let engine = |worker| {
+        let cold = churn == Churn::Cold && worker == last;
+        Engine::new(corpus.block_tokens, options.chunk_tokens, cold)
+    };
     let pools = match kind {
         PolicyKind::Ideal => vec![BlockPool::new(u64::MAX); options.workers],
         PolicyKind::Pooled => {
@@ -105,7 +112,10 @@ pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u
         }
         _ => vec![BlockPool::new(pool_blocks); options.workers],
     };
-    let fleet = Fleet::new(options.workers, pool_blocks, corpus.block_tokens);
+    let mut fleet = Fleet::new(options.workers, pool_blocks, corpus.block_tokens);
+    if churn == Churn::Join {
+        fleet.workers[last].condition = Condition::Down;
+    }
     let staged_prefills = if kind.has_staged_prefill() { options.workers } else { 0 };
     let mut policy = kind.build(seed, options.mode, &fleet);
     let mut world = World {
@@ -115,7 +125,7 @@ pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u
         events: BinaryHeap::new(),
         scheduled: 0,
         schedule: Schedule::new(corpus, options, seed),
-        engines: (0..options.workers).map(|_| engine()).collect(),
+        engines: (0..options.workers).map(engine).collect(),
         epochs: vec![0; options.workers],
         staged_prefills: (0..staged_prefills)
             .map(|_| staged_prefill::StagedPrefills::default())
@@ -130,7 +140,7 @@ pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u
         faults: faults::FaultSource::new(options.delivery_faults, seed),
         stats: RunStats::new(options.workers),
     };
-    world.start();
+    world.start(churn);
     while let Some(Reverse((at, _, event))) = world.events.pop() {
         if at > options.horizon && !corpus.timed {
             break;
@@ -142,15 +152,12 @@ pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u
 }
 
 impl World {
-    fn start(&mut self) {
+    fn start(&mut self, churn: Churn) {
         for due in self.schedule.start(&self.options) {
             self.push_due(due);
         }
-        // A bound with one pool has no churn, because a crash would empty the pool of all engines.
-        if self.options.churn == Churn::Once && self.pools.len() == self.engines.len() {
-            for (at, worker, to) in faults::churn(&self.options) {
-                self.push_event(at, Event::Condition { worker, to });
-            }
+        for (at, worker, to) in faults::changes(churn, &self.options) {
+            self.push_event(at, Event::Condition { worker, to });
         }
     }
 
@@ -402,6 +409,7 @@ impl World {
         seen.outstanding = engine.turns();
         seen.pending_tokens = engine.pending_tokens();
         seen.backlog_tokens = engine.backlog_tokens(self.now);
+        seen.prefill_counters = engine.prefill_counters();
         seen.active_blocks = pool.used();
         // An unlimited pool is reported as one that has room.
         let left = seen.pool_blocks.saturating_sub(pool.used());

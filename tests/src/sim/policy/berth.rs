@@ -34,7 +34,10 @@ use router::{
     },
 };
 
-use self::{agents::KnownSession, names::BlockNames};
+use self::{
+    agents::{KnownSession, Measured},
+    names::BlockNames,
+};
 use super::{Policy, PolicyChoice, PolicyEvent};
 use crate::sim::{
     fleet::{Condition, Fleet, TurnToPlace},
@@ -59,6 +62,8 @@ pub(super) struct Berth {
     names: BlockNames,
     retention: Retention,
     known: HashMap<usize, KnownSession>,
+    /// What each agent has measured.
+    measured: Vec<Measured>,
     /// The expected tokens of the turn placed last.
     expected_tokens: u64,
     /// Whether clients name their sessions.
@@ -76,11 +81,16 @@ impl Berth {
         // Virtual time needs an `Instant` as its zero.
         let start = service::clock::now();
         let mut state = agents::state(fleet.workers.len());
+        let mut measured = Vec::new();
         for (agent, worker) in fleet.workers.iter().enumerate() {
+            measured.push(Measured::default());
+            if worker.condition == Condition::Down {
+                continue;
+            }
             let description = agents::description(agent, 1, worker, fleet);
             state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, start);
-            let report = Update::Report(agents::report(worker, fleet));
-            state.apply(agent, report, start);
+            let report = agents::report(&mut measured[agent], worker, fleet, start);
+            state.apply(agent, Update::Report(report), start);
         }
         Self {
             start,
@@ -91,6 +101,7 @@ impl Berth {
             names: BlockNames::default(),
             retention: if mode == Mode::Pinned { Retention::Pinned } else { Retention::Tagged },
             known: HashMap::new(),
+            measured,
             expected_tokens: 0,
             has_names,
             unnamed: HashMap::new(),
@@ -314,7 +325,7 @@ impl Berth {
     }
 
     fn report_load(&mut self, worker: usize, fleet: &Fleet, now: Instant) {
-        let report = agents::report(&fleet.workers[worker], fleet);
+        let report = agents::report(&mut self.measured[worker], &fleet.workers[worker], fleet, now);
         self.state.apply(worker, Update::Report(report), now);
     }
 }
@@ -325,11 +336,7 @@ impl Policy for Berth {
         let now = self.start + request.now;
         for agent in 0..fleet.workers.len() {
             // Regular reports keep an idle worker's agent from becoming stale.
-            self.state.apply(
-                agent,
-                Update::Report(agents::report(&fleet.workers[agent], fleet)),
-                now,
-            );
+            self.report_load(agent, fleet, now);
         }
         let hashes = self.names.name_chain(request.chain);
         if !self.is_named(request) {

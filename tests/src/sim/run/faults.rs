@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Condition, ConditionChange, Event, World};
 use crate::sim::{
     engine::{Job, Time},
-    options::{DeliveryFaults, SimOptions},
+    options::{Churn, DeliveryFaults, SimOptions},
     policy::{Policy, PolicyEvent},
 };
 
@@ -46,17 +46,22 @@ impl FaultSource {
     }
 }
 
-/// Returns the churn: one worker crashes at a third of the run, another drains at half; both
-/// return.
-pub(super) fn churn(options: &SimOptions) -> [(Time, usize, ConditionChange); 4] {
-    let (crashed, drained) = (0, options.workers - 1);
+/// Returns when the condition of workers changes. With [`Churn::Once`], one worker crashes at a
+/// third of the run, another drains at half, and both return. With [`Churn::Join`], the worker that
+/// is down at first comes at a third.
+pub(super) fn changes(churn: Churn, options: &SimOptions) -> Vec<(Time, usize, ConditionChange)> {
+    let (crashed, last) = (0, options.workers - 1);
     let (first, second) = (options.horizon / 3, options.horizon / 2);
-    [
-        (first, crashed, ConditionChange::Crash),
-        (first + AWAY, crashed, ConditionChange::Return),
-        (second, drained, ConditionChange::Drain),
-        (second + AWAY, drained, ConditionChange::Return),
-    ]
+    match churn {
+        Churn::None | Churn::Cold => vec![],
+        Churn::Join => vec![(first, last, ConditionChange::Return)],
+        Churn::Once => vec![
+            (first, crashed, ConditionChange::Crash),
+            (first + AWAY, crashed, ConditionChange::Return),
+            (second, last, ConditionChange::Drain),
+            (second + AWAY, last, ConditionChange::Return),
+        ],
+    }
 }
 
 impl World {

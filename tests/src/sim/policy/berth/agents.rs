@@ -1,6 +1,9 @@
 //! The reports that the agents of the modelled engines would send.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
 use proto::{
     id::SessionKey,
@@ -14,10 +17,37 @@ use router::{
     fleet::{state::State, worker::WorkerRef},
 };
 
+use worker_agent::ledger::prefill::PrefillRate;
+
 use crate::sim::{
-    engine::{DECODING_MAX, PREFILL_TOKENS_PER_S},
+    engine::DECODING_MAX,
     fleet::{Condition, Fleet, Worker},
 };
+
+/// The time between two samples of an engine's counters, and between two load reports.
+const INTERVAL: Duration = Duration::from_millis(500);
+
+/// What an agent has measured of its engine.
+#[derive(Debug, Default)]
+pub(super) struct Measured {
+    rate: PrefillRate,
+    sampled_at: Option<Instant>,
+}
+
+impl Measured {
+    /// Samples the engine's counters if the last sample is old enough. Returns the rate.
+    fn sample(&mut self, worker: &Worker, now: Instant) -> Option<Figure> {
+        if self.sampled_at.is_none_or(|at| now - at >= INTERVAL) {
+            let busy_us = u64::try_from(worker.prefill_counters.busy.as_micros());
+            let tokens = worker.prefill_counters.tokens;
+            self.rate.record_sample(now, tokens, busy_us.unwrap_or(u64::MAX));
+            self.sampled_at = Some(now);
+        }
+        let (value, at) = self.rate.tokens_per_s()?;
+        let age_ms = u32::try_from((now - at).as_millis()).unwrap_or(u32::MAX);
+        Some(Figure { value, source: Source::Loads, age_ms })
+    }
+}
 
 /// The agents' knowledge of a session.
 #[derive(Debug)]
@@ -120,12 +150,17 @@ pub(super) fn description(agent: usize, epoch: u64, worker: &Worker, fleet: &Fle
 }
 
 /// Returns an agent's load report.
-pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
+pub(super) fn report(
+    measured: &mut Measured,
+    worker: &Worker,
+    fleet: &Fleet,
+    now: Instant,
+) -> LoadReport {
     let tokens = |blocks: u64| Some(figure(blocks.saturating_mul(fleet.block_tokens)));
     let rest = worker.pool_blocks.saturating_sub(worker.active_blocks);
     let evictable = rest.saturating_sub(worker.free_blocks);
     LoadReport {
-        interval: Duration::from_millis(500),
+        interval: INTERVAL,
         ranks: vec![RankLoad {
             dp_rank: 0,
             turns_running: worker.outstanding,
@@ -145,7 +180,7 @@ pub(super) fn report(worker: &Worker, fleet: &Fleet) -> LoadReport {
             pool_evictable_tokens: tokens(evictable),
             foreign_tokens: None,
             pages: None,
-            prefill_tokens_per_s: Some(figure(PREFILL_TOKENS_PER_S)),
+            prefill_tokens_per_s: measured.sample(worker, now),
             prefill_backlog_tokens: Some(figure(worker.backlog_tokens)),
             staged_prefill: worker.staged_prefill,
         }],
