@@ -2,10 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, fs, path::PathBuf, sync::Arc};
 
+use serde_json::json;
 use tests::{
-    cluster::{Agent, Cluster, agent_config, ids_turn, ready, router_config},
+    cluster::{Agent, Cluster, agent_config, eventually, ids_turn, ready, router_config},
     engine_sim::{Config, EngineSim, kv::KvEventsConfig},
     web::Answer,
 };
@@ -15,25 +16,80 @@ const POOL_TOKENS: usize = 4096;
 /// Tokens of a prompt; seven of them fit into a pool with their answers, and an eighth doesn't.
 const PROMPT_TOKENS: u32 = 560;
 const PROMPTS_IN_POOL: u32 = 7;
+/// How many new conversations of 20 a worker of three must get at least: its share is six or seven.
+const SHARE_MIN: u32 = 5;
 
 /// A fleet of simulated engines with KV events, behind one router.
 struct Fleet {
     cluster: Cluster,
     engines: Vec<Arc<EngineSim>>,
+    /// The folder of the file that lists the agents.
+    folder: tempfile::TempDir,
 }
 
 impl Fleet {
     async fn start(workers: usize) -> Self {
         let cluster = Cluster::start(0, |settings| settings.router = None).await.unwrap();
-        let mut fleet = Self { cluster, engines: vec![] };
+        let mut fleet = Self { cluster, engines: vec![], folder: tempfile::tempdir().unwrap() };
         for number in 0..workers {
-            fleet.add_worker(number).await;
+            fleet.start_worker(number).await;
         }
-        fleet.start_router().await;
+        fleet.list();
+        let mut config = router_config(&[]);
+        config.discovery.file = fleet.list_path();
+        fleet.cluster.start_router_before(vec![], config).await.unwrap();
+        fleet.wait_for_workers().await;
         fleet
     }
 
+    /// Starts one more worker, which joins the running router.
     async fn add_worker(&mut self, number: usize) {
+        self.start_worker(number).await;
+        self.list();
+        self.wait_for_workers().await;
+    }
+
+    fn list_path(&self) -> PathBuf {
+        self.folder.path().join("workers.toml")
+    }
+
+    /// Writes the file that lists the agents.
+    fn list(&self) {
+        let urls: Vec<String> = self.cluster.agents.iter().map(Agent::control_url).collect();
+        let new = self.list_path().with_extension("new");
+        fs::write(&new, format!("workers = {}\n", json!(urls))).unwrap();
+        fs::rename(new, self.list_path()).unwrap();
+    }
+
+    /// Waits until the router places turns on all workers.
+    async fn wait_for_workers(&self) {
+        eventually("fresh workers", async || {
+            let answer = self.cluster.get("/v1/workers").await.json();
+            let workers = answer["workers"].as_array().unwrap();
+            let fresh = workers.iter().filter(|worker| worker["state"] == "fresh").count();
+            (fresh == self.engines.len()).then_some(())
+        })
+        .await;
+    }
+
+    /// Makes each forward pass of one engine take longer.
+    async fn slow_down(&self, number: usize, seconds: f64) {
+        let url = format!("{}/slow_down", self.engines[number].url());
+        let body = json!({"forward_sleep_time": seconds});
+        let answer = self.cluster.web.post(&url, &[], &body).await.unwrap();
+        assert!(answer.status.is_success(), "{answer:?}");
+    }
+
+    /// Begins 20 conversations, numbered from `first`. Returns how many of them `worker` gets.
+    async fn count_of_twenty(&self, first: u32, wanted: &str) -> u32 {
+        let mut by_worker: BTreeMap<String, u32> = BTreeMap::new();
+        for number in first..first + 20 {
+            *by_worker.entry(worker(&self.ask(number, 1).await)).or_default() += 1;
+        }
+        by_worker.get(wanted).copied().unwrap_or(0)
+    }
+
+    async fn start_worker(&mut self, number: usize) {
         let mut config = Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
         config.core.page_size = 16;
         config.core.max_total_tokens = POOL_TOKENS;
@@ -44,10 +100,6 @@ impl Fleet {
         ready(&self.cluster.web, agent.admin).await;
         self.engines.push(engine);
         self.cluster.agents.push(agent);
-    }
-
-    async fn start_router(&mut self) {
-        self.cluster.start_router(router_config(&[])).await.unwrap();
     }
 
     /// Asks with a prompt that no other number has, and `turns` times as long. Returns the answer.
@@ -106,18 +158,32 @@ async fn a_conversation_stays_where_its_kv_is() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_joins_gets_its_share_of_conversations() {
     let mut fleet = Fleet::start(2).await;
+    // Enough for the agents to measure how fast their engines are.
     for number in 0..6 {
         fleet.ask(number, 1).await;
     }
     fleet.add_worker(2).await;
-    // The next router knows the rates that the first two agents have measured.
-    let first = fleet.cluster.routers.remove(0);
-    first.stop().await.unwrap();
-    fleet.start_router().await;
-    let mut by_worker: BTreeMap<String, u32> = BTreeMap::new();
-    for number in 100..120 {
-        *by_worker.entry(worker(&fleet.ask(number, 1).await)).or_default() += 1;
-    }
-    let joined = by_worker.get("w2/0").copied().unwrap_or(0);
-    assert!(joined >= 6, "of 20 new conversations: {by_worker:?}");
+    let joined = fleet.count_of_twenty(100, "w2/0").await;
+    assert!(joined >= SHARE_MIN, "{joined} of 20");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_whose_first_turn_was_slow_gets_its_share_of_conversations() {
+    let fleet = Fleet::start(3).await;
+    // As long as ten such prompts take.
+    fleet.slow_down(2, 0.3).await;
+    let mut numbers = 0..100;
+    let mut next_of_slow = async || {
+        for number in numbers.by_ref().take(20) {
+            if worker(&fleet.ask(number, 1).await) == "w2/0" {
+                return true;
+            }
+        }
+        false
+    };
+    assert!(next_of_slow().await, "a first turn");
+    fleet.slow_down(2, 0.0).await;
+    assert!(next_of_slow().await, "the turn after it, within 20");
+    let share = fleet.count_of_twenty(100, "w2/0").await;
+    assert!(share >= SHARE_MIN, "{share} of 20");
 }
