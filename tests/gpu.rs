@@ -539,10 +539,16 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
         assert_eq!(bytes("kv_used_bytes"), (GIB / 2, "shim".into()));
         assert_eq!(bytes("kv_pinned_bytes"), (GIB / 8, "shim".into()));
         assert_eq!(bytes("kv_reclaimable_bytes"), (3 * GIB / 8, "shim".into()));
+        let usage = &devices[at]["kv_physical_usage"];
+        assert_eq!((usage["value"].as_f64(), usage["source"].as_str()), (Some(0.5), Some("shim")));
+        assert!(usage["age_ms"].is_u64(), "{usage}");
     }
+    assert_eq!(worker["load"]["kv_physical_usage"]["value"], 0.5, "of the rank");
     let metrics = cluster.agent_metrics().await;
     for line in [
         r#"berth_agent_gpu_kv_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0",state="pinned"} 134217728.0"#,
+        r#"berth_agent_kv_physical_usage_ratio{dp_rank="0"} 0.5"#,
+        r#"berth_agent_gpu_kv_physical_usage_ratio{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0"} 0.5"#,
         r#"berth_agent_gpu_kv_excess_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000001",dp_rank="0"} 0.0"#,
         r#"berth_agent_gpu_kv_excess_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000002",dp_rank="0"} 536870912.0"#,
         r#"berth_agent_gpu_memory_bytes{gpu_uuid="GPU-00000000-0000-0000-0000-000000000002",kind="engine"} 536870912.0"#,
@@ -554,7 +560,9 @@ async fn an_engine_on_two_gpus_is_known_by_its_processes_and_its_pool_by_both() 
     let kept = cluster.wait_for_worker(0, "its end", |worker| {
         worker["load"]["devices"][0]["kv_used_bytes"].is_null()
     });
-    assert_eq!(count(&kept.await["load"]["devices"]), Some(2), "where it was");
+    let load = kept.await["load"].clone();
+    assert_eq!(count(&load["devices"]), Some(2), "where it was");
+    assert_eq!(load["kv_physical_usage"], Value::Null, "nobody knows it without the shim");
 }
 
 #[tokio::test]

@@ -6,12 +6,14 @@
 //!
 //! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
 //! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
-//! measures nothing. The child `bounds` says how much an agent may report, `pages` has the result
+//! measures nothing. The child `figure` has numbers with their
+//! source and age, `bounds` says how much an agent may report, `pages` has the result
 //! of a page audit, `weights` names an engine's weights, `parts` has parts of a description, and
 //! `transfer` says how an engine hands over KV. The child `wire` converts from and to the wire
 //! format and rejects impossible values, so the router doesn't check again.
 
 mod bounds;
+mod figure;
 mod pages;
 mod parts;
 mod transfer;
@@ -24,6 +26,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     bounds::RANKS_MAX,
+    figure::{Figure, Ratio, Source},
     pages::{NamedFinding, PageAudit, PageClasses, PageFinding},
     parts::{FunctionOff, ModelFiles, RetentionOff},
     transfer::{EngineRole, KvTransfer},
@@ -60,38 +63,6 @@ pub enum SessionState {
     Lost,
     /// A pinned session whose KV is in the radix tree for now, where the engine can evict it.
     Demoted,
-}
-
-/// The origin of a [`Figure`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Source {
-    /// Usage fields of finished turns.
-    Usage,
-    /// The engine's `/v1/loads`.
-    Loads,
-    /// The engine's `/server_info`.
-    ServerInfo,
-    /// The agent's own ledger of admitted turns.
-    Ledger,
-    /// An upper bound of the KV that may still be in the radix tree.
-    Estimate,
-    /// The shim: the agent's code inside the engine's process.
-    Shim,
-    /// The GPU's driver.
-    Nvml,
-}
-
-/// A number with its source, and its age when the message was sent. The name of the field that
-/// holds the figure contains the unit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Figure {
-    /// The number.
-    pub value: u64,
-    /// The origin of the number.
-    pub source: Source,
-    /// Milliseconds between sampling and sending, by the agent's monotonic clock.
-    pub age_ms: u32,
 }
 
 /// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero.

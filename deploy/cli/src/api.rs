@@ -77,6 +77,18 @@ pub struct Figure {
     pub age_ms: u64,
 }
 
+/// A part of a whole, 0 to 1, with its source.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct Ratio {
+    /// The part.
+    pub value: f64,
+    /// Where the number comes from, such as `shim`.
+    pub source: String,
+    /// Milliseconds since the number was read.
+    pub age_ms: u64,
+}
+
 /// The load of one rank. Its many fields: one for each figure that is shown or checked.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
@@ -167,6 +179,8 @@ pub struct Device {
     pub engine_bytes: Option<Figure>,
     /// The KV pool's bytes on this device.
     pub kv_pool_bytes: Option<Figure>,
+    /// The part of that pool that is not free.
+    pub kv_physical_usage: Option<Ratio>,
     /// Why work on the device fails.
     pub unhealthy: Option<String>,
     /// Milliseconds since NVML was read.

@@ -3,14 +3,17 @@
 //! `TryFrom` reads a message and rejects impossible values, such as a part that is larger than its
 //! whole. `From` writes a message and can't fail. The agent's `control_port` writes, and the
 //! router's `fleet` reads. The types and the meaning of their fields are in `load.rs`. The child
-//! `device` converts devices; page audits are converted in `load/pages.rs`.
+//! `device` converts devices, and `figure` converts figures and ratios; page audits are converted in
+//! `load/pages.rs`.
 
 mod device;
+mod figure;
 
 use std::time::Duration;
 
 use http::uri::Authority;
 
+use self::figure::read_figure;
 use super::{
     Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
     PromptPlace, PromptRole, Rank, RankLoad, Retention, RetentionOff, Session, SessionState,
@@ -68,26 +71,6 @@ wire_enum!(
     Other
 );
 wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim, Nvml);
-
-impl TryFrom<v1::Figure> for Figure {
-    type Error = Error;
-
-    fn try_from(wire: v1::Figure) -> Result<Self, Error> {
-        let source = Source::from_wire(wire.source)?;
-        check_figure("a figure", wire.value)?;
-        Ok(Self { value: wire.value, source, age_ms: wire.age_ms })
-    }
-}
-
-impl From<Figure> for v1::Figure {
-    fn from(figure: Figure) -> Self {
-        Self { value: figure.value, source: figure.source.to_wire(), age_ms: figure.age_ms }
-    }
-}
-
-fn read_figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
-    wire.map(Figure::try_from).transpose()
-}
 
 fn read_devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
     check_length("the number of devices", wire.len(), DEVICES_MAX)?;
@@ -425,6 +408,7 @@ fn check_at_most(
 impl From<RankLoad> for v1::RankLoad {
     fn from(load: RankLoad) -> Self {
         Self {
+            kv_physical_usage: load.kv_physical_usage().map(Into::into),
             dp_rank: load.dp_rank,
             turns_running: load.turns_running,
             turns_running_max: load.turns_running_max,

@@ -11,7 +11,7 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use proto::load::{Device, Figure, PageAudit, Rank, RankLoad};
+use proto::load::{Device, Figure, PageAudit, Rank, RankLoad, Ratio};
 use serde_json::{Value, json};
 use service::clock::{now, whole_millis};
 
@@ -119,6 +119,7 @@ fn load_to_json(load: &RankLoad, report_age: Option<Duration>) -> Value {
         "pool_total_tokens": figure(load.pool_total_tokens),
         "pool_available_tokens": figure(load.pool_available_tokens),
         "pool_evictable_tokens": figure(load.pool_evictable_tokens),
+        "kv_physical_usage": load.kv_physical_usage().map(|usage| ratio_to_json(usage, report_age_ms)),
         "pinned_tokens": figure(load.pinned_tokens),
         "foreign_tokens": figure(load.foreign_tokens),
         "resident_tokens_estimate": figure(load.resident_tokens_estimate),
@@ -161,11 +162,20 @@ fn device_to_json(device: &Device, report_age_ms: u64) -> Value {
             fields.insert(name.to_owned(), figure_to_json(figure, report_age_ms));
         }
     }
+    if let Some(usage) = device.kv_physical_usage() {
+        fields.insert("kv_physical_usage".to_owned(), ratio_to_json(usage, report_age_ms));
+    }
     if let Some(age_ms) = device.age_ms {
         fields.insert("age_ms".to_owned(), (u64::from(age_ms) + report_age_ms).into());
     }
     fields.retain(|_, value| !value.is_null());
     value
+}
+
+/// Returns a ratio, as [`figure_to_json`] does a figure.
+fn ratio_to_json(ratio: Ratio, report_age_ms: u64) -> Value {
+    let Ratio { value, source, age_ms } = ratio;
+    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
 }
 
 /// Returns a figure. Its age includes `report_age_ms`, the time since the report arrived.

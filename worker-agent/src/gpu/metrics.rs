@@ -136,7 +136,7 @@ fn device_lines(uuid: &str, values: DeviceValues) -> Vec<Line> {
 }
 
 /// Returns the metrics of the data-parallel ranks' KV pools on their devices.
-fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
+fn pool_metrics(report: &LoadReport) -> [Metric; 3] {
     let ranks_and_devices = || {
         let ranks = report.ranks.iter();
         ranks.flat_map(|rank| rank.devices.iter().map(move |device| (rank.dp_rank, device)))
@@ -156,6 +156,9 @@ fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
             Some(([labels(dp_rank, device), state_label.to_vec()].concat(), float(bytes?.value)))
         })
     });
+    let usage_lines = ranks_and_devices().filter_map(|(dp_rank, device)| {
+        Some((labels(dp_rank, device), device.kv_physical_usage()?.value))
+    });
     // A pool is part of the engine's memory. A larger pool means that one of the figures is wrong.
     let excess_lines = ranks_and_devices().filter_map(|(dp_rank, device)| {
         let (pool, engine) = (device.kv_pool_bytes?, device.engine_bytes?);
@@ -169,6 +172,13 @@ fn pool_metrics(report: &LoadReport) -> [Metric; 2] {
             unit: bytes.clone(),
             metric_type: MetricType::Gauge,
             lines: state_lines.collect(),
+        },
+        Metric {
+            name: "gpu_kv_physical_usage",
+            help: "The part of a rank's KV pool on the device that is not free, cached KV included",
+            unit: Some(Unit::Other("ratio".to_owned())),
+            metric_type: MetricType::Gauge,
+            lines: usage_lines.collect(),
         },
         Metric {
             name: "gpu_kv_excess",

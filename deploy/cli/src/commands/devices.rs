@@ -26,6 +26,7 @@ const COLUMNS: &[Column] = &[
     Column::number("USED"),
     Column::number("ENGINE"),
     Column::number("KV POOL"),
+    Column::number("KV USED"),
     Column::number("SM"),
     Column::number("W"),
     Column::number("C"),
@@ -87,6 +88,8 @@ fn row(worker: &Worker, device: &Device) -> Vec<Cell> {
         known(used, |(used, total)| percent(used, total)).into(),
         figure_bytes(&device.engine_bytes).into(),
         figure_bytes(&device.kv_pool_bytes).into(),
+        known(device.kv_physical_usage.as_ref(), |usage| format!("{:.0}%", usage.value * 100.0))
+            .into(),
         known(device.utilization_percent, |percent| format!("{percent}%")).into(),
         known(device.power_milliwatts, |power| (power / 1000).to_string()).into(),
         known(device.temperature_celsius, |degrees| degrees.to_string()).into(),

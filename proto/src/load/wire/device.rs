@@ -5,7 +5,7 @@
 //! part that is larger than its whole, and a percentage above 100. An absent text is an empty
 //! string on the wire.
 
-use super::{Device, Error, check_at_most, impossible, read_figure};
+use super::{Device, Error, check_at_most, figure::read_figure, impossible};
 use crate::v1;
 
 impl TryFrom<v1::Device> for Device {
@@ -73,6 +73,7 @@ fn check_parts(device: &Device) -> Result<(), Error> {
 impl From<Device> for v1::Device {
     fn from(device: Device) -> Self {
         Self {
+            kv_physical_usage: device.kv_physical_usage().map(Into::into),
             uuid: device.uuid,
             name: device.name,
             index: device.index,

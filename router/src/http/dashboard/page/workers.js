@@ -80,7 +80,9 @@ function showWorker(row, worker) {
   state.dataset.state = worker.state;
   const parts = pool(load);
   showPool(bar.firstElementChild, parts);
-  setText(used, parts ? percent(parts.physical, parts.total) : "–");
+  const usage = load?.kv_physical_usage;
+  setText(used, percent(of(usage), 1));
+  used.title = usage ? `from ${usage.source}, ${millis(usage.age_ms)} ago` : "";
   setText(gauge, parts ? percent(parts.gauge, parts.total) : "–");
   const devices = load?.devices ?? [];
   const inUse = sum(devices.map((device) => device.memory_used_bytes));
