@@ -1,0 +1,176 @@
+"""Runs SGLang with Berth on a GPU, asks what only a GPU shows, and prints figures as they come.
+
+The most valuable parts come first, each with a limit of its own: what a cut-off run has printed
+stands. `run` in the folder above starts this.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engines
+import parts
+from integration.fleet import binaries
+
+START_SECONDS_MAX = 240
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the script: which engine it asks, for how long at most, and how."""
+
+    name: str
+    shape: str
+    seconds: int
+    ask: Callable[[engines.Lane, parts.Figures], None]
+    on_gpu_alone: str = ""
+
+
+PARTS = [
+    Part("answers", "small", 90, parts.answers),
+    Part("usage", "small", 60, parts.usage),
+    Part("audits", "small", 90, parts.audits),
+    Part("disturbances", "small", 120, parts.disturbances),
+    Part("planted fault", "small", 30, parts.planted),
+    Part("steps", "large", 120, parts.steps),
+    Part("waits", "large", 150, parts.waits),
+    Part("host, kernel", "tiered-kernel", 120, parts.tiers, "its copies are a GPU's kernels"),
+    Part("host, direct", "tiered-direct", 120, parts.tiers),
+]
+
+
+class Results:
+    """What the parts found. All of it is written after each figure."""
+
+    def __init__(self, path: Path, about: dict[str, str]):
+        self._path, self._begin = path, time.monotonic()
+        self.parts: list[dict[str, Any]] = []
+        self.about = about
+        print(", ".join(f"{name}: {value}" for name, value in about.items()), flush=True)
+
+    def begin(self, name: str) -> None:
+        self.parts.append({"part": name, "outcome": "cut off", "figures": {}})
+
+    def figure(self, name: str, value: Any) -> None:
+        self.parts[-1]["figures"][name] = value
+        print(f"[{time.monotonic() - self._begin:4.0f} s] {self.parts[-1]['part']}: {name}: {value}",
+              flush=True)
+        self._write()
+
+    def end(self, outcome: str, why: str = "") -> None:
+        self.parts[-1] |= {"outcome": outcome, "why": why}
+        self._write()
+        print(f"[{time.monotonic() - self._begin:4.0f} s] {self.parts[-1]['part']}: {outcome}"
+              f"{': ' if why else ''}{why}", flush=True)
+
+    def _write(self) -> None:
+        text = json.dumps({"about": self.about, "parts": self.parts}, indent=1)
+        self._path.write_text(f"{text}\n")
+
+    def table(self) -> str:
+        lines = ["| part | outcome | figures |", "|---|---|---|"]
+        for part in self.parts:
+            figures = "; ".join(f"{name}: {value}" for name, value in part["figures"].items())
+            lines.append(f"| {part['part']} | {part['outcome']} | {figures} |")
+        return "\n".join(lines)
+
+
+class Script:
+    """Runs the parts, each at an engine of its shape. An engine serves the parts that follow each
+    other, as long as none of them fails."""
+
+    def __init__(self, machine: engines.Machine, folder: Path, bin_dir: Path, results: Results):
+        self._machine, self._folder = machine, folder
+        self._bin_dir, self._results = bin_dir, results
+        self._lane: engines.Lane | None = None
+        # Why the engines of a shape don't start, by the shape's name.
+        self._unable: dict[str, str] = {}
+
+    def run(self, part: Part) -> None:
+        self._results.begin(part.name)
+        if part.on_gpu_alone and not self._machine.has_gpu:
+            self._results.end("skipped", part.on_gpu_alone)
+            return
+        try:
+            lane = self._started(part.shape)
+            with parts.limit(part.seconds):
+                part.ask(lane, self._results.figure)
+        except KeyboardInterrupt:
+            raise
+        except Exception as error:
+            self._results.end("failed", f"{type(error).__name__}: {error}"[:1000])
+            self.stop()
+        else:
+            self._results.end("passed")
+
+    def _started(self, shape: str) -> engines.Lane:
+        if self._lane and self._lane.shape.name == shape:
+            return self._lane
+        self.stop()
+        if why := self._unable.get(shape):
+            raise RuntimeError(f"its engine doesn't start: {why}")
+        self._lane = engines.lane(self._machine, shape, self._folder, self._bin_dir)
+        begin = time.monotonic()
+        try:
+            with parts.limit(START_SECONDS_MAX):
+                self._lane.start()
+        except Exception as error:
+            self._unable[shape] = str(error)[:1000]
+            raise
+        self._results.figure("engine, agent and router up after, s", round(time.monotonic() - begin))
+        return self._lane
+
+    def stop(self) -> None:
+        if self._lane:
+            self._lane.stop()
+            self._lane = None
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests/gpu/run --sglang", description=__doc__)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--pack", type=Path, help="the folder into which the pack was unpacked")
+    where.add_argument("--fake", action="store_true", help="a dry run on a CPU")
+    parser.add_argument("--out", type=Path, default=Path("target/gpu"), help="folder of the results")
+    parser.add_argument("-k", default="", help="run only the parts whose names contain this")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = options()
+    machine = engines.cpu() if given.fake else engines.gpu(given.pack.resolve())
+    given.out.mkdir(parents=True, exist_ok=True)
+    bin_dir = binaries() if given.fake else machine.pack / "bin"
+    about = {"card": "none, a dry run" if given.fake else parts.card(), "date": time.strftime("%F")}
+    results = Results(given.out / "sglang.json", about)
+    # Short, because the paths of sockets are in it.
+    folder = Path(tempfile.mkdtemp(prefix="berth-gpu-"))
+    script = Script(machine, folder, bin_dir, results)
+    try:
+        for part in PARTS:
+            if given.k in part.name:
+                script.run(part)
+    finally:
+        script.stop()
+    print(results.table(), flush=True)
+    if given.json:
+        print(json.dumps({"about": results.about, "parts": results.parts}))
+    failed = [part["part"] for part in results.parts if part["outcome"] not in ("passed", "skipped")]
+    if failed:
+        for log in folder.glob("*/*.log"):
+            shutil.copy(log, given.out / f"{log.parent.name}-{log.name}")
+        print(f"not passed: {', '.join(failed)}; the logs are in {given.out}", file=sys.stderr)
+    shutil.rmtree(folder)
+    return 1 if failed or not results.parts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
