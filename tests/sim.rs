@@ -164,7 +164,8 @@ fn conversations_without_names_find_what_named_ones_find() {
 
 #[test]
 fn workers_that_join_or_start_cold_have_their_share() {
-    for churn in [Churn::Join, Churn::Cold] {
+    // A worker joins when most sessions have begun, and stay where they are.
+    for (churn, share_min) in [(Churn::Join, 0.4), (Churn::Cold, 0.6)] {
         let base = SimOptions { churn, ..SimOptions::default() };
         for workload in [SyntheticWorkload::Light, SyntheticWorkload::SideBySide] {
             let (corpus, options) = build(workload, base);
@@ -172,7 +173,10 @@ fn workers_that_join_or_start_cold_have_their_share() {
                 let computed = run(&corpus, &options, kind, 0).prefilled_tokens;
                 let sum: u64 = computed.iter().sum();
                 let share = computed[7] as f64 * 8.0 / sum as f64;
-                assert!(share >= 0.6, "{churn:?}, {workload:?}, {kind:?}: {share} of its share");
+                assert!(
+                    share >= share_min,
+                    "{churn:?}, {workload:?}, {kind:?}: {share} of its share"
+                );
             }
         }
     }

@@ -14,13 +14,15 @@ const { chromium } = from("playwright-core");
 const FOLDER = resolve(process.argv[2]);
 // The charts have ten minutes. Fewer show less of them.
 const TRAFFIC_SECONDS = Number(process.env.BERTH_TRAFFIC_SECONDS ?? 60);
-const PICTURES = [
-  ["dashboard-1", 1, 620, "light"], ["dashboard", 8, 760, "light"],
-  ["dashboard-200", 200, 1000, "dark"],
+// Workers, height, colours, and the name of a picture by the tab that it shows.
+const DEMOS = [
+  [1, 620, "light", { Workers: "dashboard-1" }],
+  [8, 760, "light", { Workers: "dashboard", Sessions: "dashboard-sessions" }],
+  [200, 1000, "dark", { Workers: "dashboard-200" }],
 ];
 
-/** Takes the picture of a demo with `workers` workers. Returns its path. */
-async function take(browser, [name, workers, height, colorScheme]) {
+/** Takes the pictures of a demo with `workers` workers, and prints their paths. */
+async function take(browser, [workers, height, colorScheme, names]) {
   const demo = spawn(
     join(resolve(process.env.BERTH_PROGRAMS), "berth-demo"),
     ["--seconds", "3600", "--workers", String(workers)],
@@ -39,10 +41,15 @@ async function take(browser, [name, workers, height, colorScheme]) {
     const page = await browser.newPage({ viewport: { width: 1440, height }, colorScheme });
     await page.goto(url);
     await new Promise((resume) => setTimeout(resume, TRAFFIC_SECONDS * 1000));
-    const path = join(FOLDER, `${name}.png`);
-    await page.screenshot({ path });
+    for (const [tab, name] of Object.entries(names)) {
+      await page.getByRole("tab", { name: tab }).click();
+      // The rows of a tab come with the next list of the stream.
+      await page.getByRole("tabpanel").getByRole("row").nth(1).waitFor();
+      const path = join(FOLDER, `${name}.png`);
+      await page.screenshot({ path });
+      console.log(path);
+    }
     await page.close();
-    return path;
   } finally {
     if (demo.exitCode === null) {
       demo.kill("SIGKILL");
@@ -56,7 +63,7 @@ const browser = await chromium.launch({
 });
 try {
   // One after the other: the demos share one computer's cores.
-  for (const picture of PICTURES) console.log(await take(browser, picture));
+  for (const demo of DEMOS) await take(browser, demo);
 } finally {
   await browser.close();
 }

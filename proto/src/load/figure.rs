@@ -58,8 +58,8 @@ impl Ratio {
 }
 
 impl RankLoad {
-    /// Returns the part of the KV pool that is not free: KV that is held, and cached KV that eviction
-    /// can free. `None` without the shim, because nobody else knows what is free.
+    /// Returns the part of the KV pool that is not free: KV that is held, and cached KV that
+    /// eviction can free. `None` without the shim, because nobody else knows what is free.
     #[must_use]
     pub fn kv_physical_usage(&self) -> Option<Ratio> {
         let (free, total) = (self.pool_available_tokens?, self.pool_total_tokens?);

@@ -3,8 +3,8 @@
 //! `TryFrom` reads a message and rejects impossible values, such as a part that is larger than its
 //! whole. `From` writes a message and can't fail. The agent's `control_port` writes, and the
 //! router's `fleet` reads. The types and the meaning of their fields are in `load.rs`. The child
-//! `device` converts devices, and `figure` converts figures and ratios; page audits are converted in
-//! `load/pages.rs`.
+//! `device` converts devices, and `figure` converts figures and ratios; page audits are converted
+//! in `load/pages.rs`.
 
 mod device;
 mod figure;

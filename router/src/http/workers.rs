@@ -107,6 +107,7 @@ fn load_to_json(load: &RankLoad, report_age: Option<Duration>) -> Value {
     let report_age_ms = report_age.map_or(0, whole_millis);
     let figure =
         |figure: Option<Figure>| figure.map(|figure| figure_to_json(figure, report_age_ms));
+    let usage = load.kv_physical_usage().map(|usage| ratio_to_json(usage, report_age_ms));
     let devices: Vec<Value> =
         load.devices.iter().map(|device| device_to_json(device, report_age_ms)).collect();
     json!({
@@ -119,7 +120,7 @@ fn load_to_json(load: &RankLoad, report_age: Option<Duration>) -> Value {
         "pool_total_tokens": figure(load.pool_total_tokens),
         "pool_available_tokens": figure(load.pool_available_tokens),
         "pool_evictable_tokens": figure(load.pool_evictable_tokens),
-        "kv_physical_usage": load.kv_physical_usage().map(|usage| ratio_to_json(usage, report_age_ms)),
+        "kv_physical_usage": usage,
         "pinned_tokens": figure(load.pinned_tokens),
         "foreign_tokens": figure(load.foreign_tokens),
         "resident_tokens_estimate": figure(load.resident_tokens_estimate),
