@@ -147,7 +147,10 @@ async fn a_conversation_stays_where_its_kv_is() {
     for turns in 2..5 {
         for (number, home) in (0..).zip(&homes) {
             let answer = fleet.ask(number, turns).await;
-            assert_eq!(worker(&answer), *home, "turn {turns} of conversation {number}");
+            if worker(&answer) != *home {
+                let record = fleet.cluster.placement_record(&answer).await;
+                panic!("turn {turns} of conversation {number} left {home}: {record}");
+            }
             assert_eq!(answer.headers["x-berth-placement"], "sticky");
             let cached = cached_tokens(&answer);
             assert!(cached >= u64::from((turns - 1) * PROMPT_TOKENS - 64), "{cached} are cached");

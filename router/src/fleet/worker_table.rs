@@ -344,6 +344,15 @@ impl<'a> WorkerStats<'a> {
         turns.saturating_add(in_flight).saturating_sub(*turns_at_report).max(in_flight)
     }
 
+    /// Returns the part of `tokens`, which the reported turns held at the report, that is still
+    /// held by turns that have not ended since. If no turns were reported, somebody else held them.
+    #[must_use]
+    pub fn part_of_turns_not_ended(self, tokens: u64) -> u64 {
+        let reported = u64::from(self.row.turns);
+        let left = reported.min(self.turns().into());
+        tokens.saturating_mul(left).checked_div(reported).unwrap_or(tokens)
+    }
+
     /// Returns the most turns the worker runs at once; 0 if not reported.
     #[must_use]
     pub fn turns_max(self) -> u32 {

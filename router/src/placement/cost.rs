@@ -323,8 +323,10 @@ fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
 
 /// Returns the milliseconds until the prompt fits into the pool beside the running turns.
 ///
-/// Running turns are assumed to end evenly over the duration of one turn. The backlog counts as
-/// used KV, because the prompts ahead of this turn will hold at least the tokens computed for them.
+/// Running turns are assumed to end evenly over the duration of one turn. Those that have ended
+/// since the load report hold no KV any more: else a conversation's next turn would wait for the
+/// turn before it. The backlog counts as used KV, because the prompts ahead of this turn will hold
+/// at least the tokens computed for them.
 /// Some KV is *pinned*: it is private to a session, and eviction can't take it. If the ends of the
 /// running turns can't make enough room, the agent must reclaim pinned KV. That is assumed to take
 /// as long as a turn.
@@ -348,18 +350,23 @@ fn pool_wait_ms(
     let Some(context_tokens) = context_tokens else { return 0 };
     let needed_tokens =
         context_tokens.saturating_sub(own_kv.private_tokens).saturating_add(ANSWER_TOKENS_ASSUMED);
-    let missing_tokens = used_tokens
-        .saturating_add(needed_tokens)
-        .saturating_add(backlog_tokens)
-        .saturating_sub(pool_tokens);
-    if missing_tokens == 0 || used_tokens == 0 {
+    let missing_tokens = |used_tokens: u64| {
+        used_tokens
+            .saturating_add(needed_tokens)
+            .saturating_add(backlog_tokens)
+            .saturating_sub(pool_tokens)
+    };
+    if missing_tokens(used_tokens) == 0 || used_tokens == 0 {
         return 0;
     }
     let worker = stats.worker();
     let load = view.agent(worker).rank_load(worker.dp_rank);
     let pinned_tokens = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
-    let unpinned_tokens = used_tokens.saturating_sub(pinned_tokens);
-    if missing_tokens >= unpinned_tokens {
+    let unpinned_tokens = stats.part_of_turns_not_ended(used_tokens.saturating_sub(pinned_tokens));
+    let missing_tokens = missing_tokens(unpinned_tokens.saturating_add(pinned_tokens));
+    if missing_tokens == 0 || unpinned_tokens.saturating_add(pinned_tokens) == 0 {
+        0
+    } else if missing_tokens >= unpinned_tokens {
         TURN_MS_ASSUMED
     } else {
         TURN_MS_ASSUMED.saturating_mul(missing_tokens) / unpinned_tokens

@@ -606,6 +606,29 @@ fn a_prompt_that_does_not_fit_beside_running_turns_waits_for_some_of_them() {
 }
 
 #[test]
+fn a_turn_waits_for_no_turn_that_has_ended_since_the_report() {
+    let now = start();
+    let mut state = engines(2, now);
+    let overlap = resident(&[]);
+    let long = PlacementRequest {
+        prompt: prompt(599_000, &overlap),
+        expects_more_turns: false,
+        ..request(1)
+    };
+    let [first, second] = [sent(&state, 0, 0), sent(&state, 0, 0)];
+    let running = |rank: &mut RankLoad| {
+        (rank.turns_running, rank.pool_used_tokens) = (2, figure(800_000));
+    };
+    report_load(&mut state, 0, running, now);
+    let wait_ms = |state: &State| figures(state, &long, now, 0).wait_ms;
+    assert_eq!(wait_ms(&state), 5_000);
+    drop(first);
+    assert_eq!(wait_ms(&state), 0, "the prompt just fits beside the other turn");
+    drop(second);
+    assert_eq!(wait_ms(&state), 0);
+}
+
+#[test]
 fn a_session_is_not_crowded_out_by_its_own_kv() {
     let now = start();
     let mut state = engines(2, now);
