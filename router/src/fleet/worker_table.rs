@@ -344,11 +344,13 @@ impl<'a> WorkerStats<'a> {
         turns.saturating_add(in_flight).saturating_sub(*turns_at_report).max(in_flight)
     }
 
-    /// Returns the part of `tokens`, which the reported turns held at the report, that is still
-    /// held by turns that have not ended since. If no turns were reported, somebody else held them.
+    /// Returns the part of `tokens`, which turns held when the engine was sampled, that is still
+    /// held by turns that have not ended since. The engine ran `requests` then. The agent may have
+    /// known of a turn's end that the sample doesn't show. If none ran, somebody else holds the
+    /// tokens.
     #[must_use]
-    pub fn part_of_turns_not_ended(self, tokens: u64) -> u64 {
-        let reported = u64::from(self.row.turns);
+    pub fn part_of_turns_not_ended(self, tokens: u64, requests: u64) -> u64 {
+        let reported = requests.max(self.row.turns.into());
         let left = reported.min(self.turns().into());
         tokens.saturating_mul(left).checked_div(reported).unwrap_or(tokens)
     }

@@ -29,7 +29,10 @@ mod displacement;
 
 use std::time::Instant;
 
-use proto::{load::EngineRole, staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED};
+use proto::{
+    load::{EngineRole, Figure, RankLoad},
+    staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
+};
 use serde::Serialize;
 
 use self::displacement::{IdleKv, displaced_tokens};
@@ -361,8 +364,13 @@ fn pool_wait_ms(
     }
     let worker = stats.worker();
     let load = view.agent(worker).rank_load(worker.dp_rank);
-    let pinned_tokens = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
-    let unpinned_tokens = stats.part_of_turns_not_ended(used_tokens.saturating_sub(pinned_tokens));
+    let reported = |figure: fn(&RankLoad) -> Option<Figure>| {
+        load.and_then(figure).map_or(0, |figure| figure.value)
+    };
+    let pinned_tokens = reported(|load| load.pinned_tokens);
+    let requests = reported(|load| load.requests_running);
+    let unpinned_tokens = used_tokens.saturating_sub(pinned_tokens);
+    let unpinned_tokens = stats.part_of_turns_not_ended(unpinned_tokens, requests);
     let missing_tokens = missing_tokens(unpinned_tokens.saturating_add(pinned_tokens));
     if missing_tokens == 0 || unpinned_tokens.saturating_add(pinned_tokens) == 0 {
         0

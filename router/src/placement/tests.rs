@@ -626,6 +626,13 @@ fn a_turn_waits_for_no_turn_that_has_ended_since_the_report() {
     assert_eq!(wait_ms(&state), 0, "the prompt just fits beside the other turn");
     drop(second);
     assert_eq!(wait_ms(&state), 0);
+    // The agent knows that its only turn has ended, and the engine was sampled before.
+    let sampled_before = |rank: &mut RankLoad| {
+        (rank.turns_running, rank.pool_used_tokens) = (0, figure(800_000));
+        rank.requests_running = figure(1);
+    };
+    report_load(&mut state, 0, sampled_before, now);
+    assert_eq!(figures(&state, &long, now, 0).wait_ms, 0);
 }
 
 #[test]
