@@ -344,13 +344,18 @@ impl<'a> WorkerStats<'a> {
         turns.saturating_add(in_flight).saturating_sub(*turns_at_report).max(in_flight)
     }
 
-    /// Returns the part of `tokens`, which turns held when the engine was sampled, that is still
-    /// held by turns that have not ended since. The engine ran `requests` then. The agent may have
-    /// known of a turn's end that the sample doesn't show. If none ran, somebody else holds the
-    /// tokens.
+    /// Whether the engine was sampled for this figure of the load report before `at`.
     #[must_use]
-    pub fn part_of_turns_not_ended(self, tokens: u64, requests: u64) -> u64 {
-        let reported = requests.max(self.row.turns.into());
+    pub fn was_sampled_before(self, figure: Figure, at: Instant) -> bool {
+        let age = Duration::from_millis(figure.age_ms.into());
+        self.row.reported_at.is_some_and(|reported_at| at + age > reported_at)
+    }
+
+    /// Returns the part of `tokens`, which turns held at the report, that is still held by turns
+    /// that have not ended since. If no turn was reported, somebody else holds the tokens.
+    #[must_use]
+    pub fn part_of_turns_not_ended(self, tokens: u64) -> u64 {
+        let reported = u64::from(self.row.turns);
         let left = reported.min(self.turns().into());
         tokens.saturating_mul(left).checked_div(reported).unwrap_or(tokens)
     }

@@ -30,7 +30,7 @@ mod displacement;
 use std::time::Instant;
 
 use proto::{
-    load::{EngineRole, Figure, RankLoad},
+    load::{EngineRole, RankLoad},
     staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
 };
 use serde::Serialize;
@@ -364,13 +364,11 @@ fn pool_wait_ms(
     }
     let worker = stats.worker();
     let load = view.agent(worker).rank_load(worker.dp_rank);
-    let reported = |figure: fn(&RankLoad) -> Option<Figure>| {
-        load.and_then(figure).map_or(0, |figure| figure.value)
-    };
-    let pinned_tokens = reported(|load| load.pinned_tokens);
-    let requests = reported(|load| load.requests_running);
-    let unpinned_tokens = used_tokens.saturating_sub(pinned_tokens);
-    let unpinned_tokens = stats.part_of_turns_not_ended(unpinned_tokens, requests);
+    let pinned_tokens = load.and_then(|load| load.pinned_tokens).map_or(0, |figure| figure.value);
+    let unpinned_tokens = used_tokens
+        .saturating_sub(pinned_tokens)
+        .saturating_sub(load.map_or(0, |load| ended_own_tokens(request, stats, load)));
+    let unpinned_tokens = stats.part_of_turns_not_ended(unpinned_tokens);
     let missing_tokens = missing_tokens(unpinned_tokens.saturating_add(pinned_tokens));
     if missing_tokens == 0 || unpinned_tokens.saturating_add(pinned_tokens) == 0 {
         0
@@ -378,6 +376,23 @@ fn pool_wait_ms(
         TURN_MS_ASSUMED
     } else {
         TURN_MS_ASSUMED.saturating_mul(missing_tokens) / unpinned_tokens
+    }
+}
+
+/// Returns the session's KV on this worker if its last turn ended after the engine was sampled: the
+/// sample counts that KV as used. The agent may know of a turn's end that the sample doesn't show.
+fn ended_own_tokens(
+    request: &PlacementRequest<'_>,
+    stats: WorkerStats<'_>,
+    load: &RankLoad,
+) -> u64 {
+    let sticky = request.sticky.filter(|sticky| sticky.worker == stats.worker());
+    let ended = sticky.and_then(|sticky| Some((sticky, sticky.last_turn_ended?)));
+    match (ended, load.pool_used_tokens) {
+        (Some((sticky, ended)), Some(used)) if stats.was_sampled_before(used, ended) => {
+            sticky.reported_tokens
+        }
+        _ => 0,
     }
 }
 

@@ -626,13 +626,20 @@ fn a_turn_waits_for_no_turn_that_has_ended_since_the_report() {
     assert_eq!(wait_ms(&state), 0, "the prompt just fits beside the other turn");
     drop(second);
     assert_eq!(wait_ms(&state), 0);
-    // The agent knows that its only turn has ended, and the engine was sampled before.
+    // The agent knows that the session's last turn has ended, and the engine was sampled before.
     let sampled_before = |rank: &mut RankLoad| {
-        (rank.turns_running, rank.pool_used_tokens) = (0, figure(800_000));
-        rank.requests_running = figure(1);
+        rank.pool_used_tokens = Some(Figure { value: 500_000, source: Source::Loads, age_ms: 40 });
     };
-    report_load(&mut state, 0, sampled_before, now);
-    assert_eq!(figures(&state, &long, now, 0).wait_ms, 0);
+    report_load(&mut state, 0, sampled_before, now + Duration::from_millis(100));
+    let wait_ms = |ended_ms| {
+        let ended = now + Duration::from_millis(ended_ms);
+        let own =
+            Sticky { last_turn_ended: Some(ended), reported_tokens: 500_000, ..Sticky::new(at(0)) };
+        let own = PlacementRequest { sticky: Some(own), ..long };
+        figures(&state, &own, now + Duration::from_millis(200), 0).wait_ms
+    };
+    assert_eq!(wait_ms(70), 0, "it ended after the sample");
+    assert_eq!(wait_ms(50), 2_000, "others hold what was used then");
 }
 
 #[test]

@@ -3,8 +3,6 @@
 //! A load report says how full each data-parallel rank of the engine is. Each gauge has a function
 //! that takes its value from a rank's part of the report.
 
-use std::sync::atomic::AtomicU64;
-
 use prometheus_client::{
     metrics::{family::Family, gauge::Gauge},
     registry::{Registry, Unit},
@@ -94,15 +92,11 @@ const GAUGES: [LoadGauge; 20] = [
 
 /// The gauges' values. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub(super) struct LoadGauges {
-    /// The values of [`GAUGES`], in their order.
-    counts: [Family<RankLabel, Gauge>; GAUGES.len()],
-    kv_physical_usage: Family<RankLabel, Gauge<f64, AtomicU64>>,
-}
+pub(super) struct LoadGauges([Family<RankLabel, Gauge>; GAUGES.len()]);
 
 impl LoadGauges {
     pub(super) fn register(&self, registry: &mut Registry) {
-        for (LoadGauge { name, help, unit, .. }, family) in GAUGES.iter().zip(&self.counts) {
+        for (LoadGauge { name, help, unit, .. }, family) in GAUGES.iter().zip(&self.0) {
             match unit {
                 Some(unit) => {
                     let unit = Unit::Other((*unit).to_owned());
@@ -111,26 +105,14 @@ impl LoadGauges {
                 None => registry.register(*name, *help, family.clone()),
             }
         }
-        registry.register_with_unit(
-            "kv_physical_usage",
-            "The part of the KV pool that is not free, cached KV included",
-            Unit::Other("ratio".to_owned()),
-            self.kv_physical_usage.clone(),
-        );
     }
 
     /// Sets all gauges. A figure that the report lacks has no line.
     pub(super) fn set(&self, ranks: &[RankLoad]) {
-        for rank in ranks {
-            let label = RankLabel { dp_rank: rank.dp_rank };
-            for (gauge, family) in GAUGES.iter().zip(&self.counts) {
+        for (gauge, family) in GAUGES.iter().zip(&self.0) {
+            for rank in ranks {
+                let label = RankLabel { dp_rank: rank.dp_rank };
                 set_gauge(family, &label, (gauge.value)(rank));
-            }
-            match rank.kv_physical_usage() {
-                Some(usage) => {
-                    self.kv_physical_usage.get_or_create(&label).set(usage.value);
-                }
-                None => drop(self.kv_physical_usage.remove(&label)),
             }
         }
     }
