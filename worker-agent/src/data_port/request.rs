@@ -227,6 +227,30 @@ impl ParsedRequest {
     }
 }
 
+/// Returns the most tokens that the answer of an OpenAI or Anthropic route may have. `None` is as
+/// many as fit: no limit, or one that only the engine can read.
+fn read_answer_limit(kind: Kind, object: &Object<'_>) -> Option<u64> {
+    let keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+    let given = keys.iter().filter_map(|key| object.get(key)).filter(|it| it.get() != "null");
+    // Which one counts is the engine's decision, so the largest does here.
+    let limits: Option<Vec<u64>> = given.map(read_tokens).collect();
+    let largest = limits?.into_iter().max();
+    // Of these routes, only `/v1/completions` has a default limit in the engine.
+    let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
+    largest.or(default)
+}
+
+/// Reads a number of tokens as pydantic's lax mode does, which takes `"40"` and `40.0` too.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked before")]
+fn read_tokens(value: &RawValue) -> Option<u64> {
+    let text = value.get().trim_matches('"').trim();
+    text.parse().ok().or_else(|| {
+        let number: f64 = text.parse().ok()?;
+        let is_count = number.fract() == 0.0 && (0.0..1e15).contains(&number);
+        is_count.then_some(number as u64)
+    })
+}
+
 /// Returns upper bounds of what a turn needs from the engine.
 fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: usize) -> Need {
     // What the engine may read as true: pydantic takes words and numbers, and in `sampling_params`
@@ -234,19 +258,15 @@ fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: 
     let is_true =
         |value: &RawValue| !matches!(value.get(), "false" | "null" | "0" | "0.0" | "\"\"");
     if kind != Kind::Generate {
-        let limit_keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
-        let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
-        let parse_number = |key: &&str| object.get(key).and_then(|value| value.get().parse().ok());
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS_MAX,
-            // Of these routes, only `/v1/completions` has a default limit in the engine.
-            answer_tokens: limit_keys.iter().find_map(parse_number).or(default),
+            answer_tokens: read_answer_limit(kind, object),
             ignores_eos: object.get("ignore_eos").is_some_and(is_true),
             resident_tokens,
             ..Need::default()
         };
     }
-    let sampling = object.get("sampling_params").filter(|params| params.get().starts_with('{'));
+    let sampling = object.get("sampling_params").filter(|params| params.get() != "null");
     let sampling = sampling.map(|params| Object::parse(params.get().as_bytes()));
     let is_unreadable = matches!(sampling, Some(Err(_)));
     let sampling = sampling.and_then(Result::ok);
@@ -258,7 +278,7 @@ fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: 
         // `null` isn't a number, so it becomes `None`, which means as many tokens as fit.
         Some(limit) => limit.get().parse().ok(),
     };
-    let ignores_eos = sampling_param("ignore_eos").is_some_and(is_true);
+    let ignores_eos = is_unreadable || sampling_param("ignore_eos").is_some_and(is_true);
     let (prompt_tokens, is_exact) = count_generate_prompt(object);
     Need { prompt_tokens, answer_tokens, is_exact, ignores_eos, resident_tokens, ..Need::default() }
 }
@@ -722,6 +742,19 @@ mod tests {
         assert!(prompt > 25 && answer == Some(5), "{prompt} {answer:?}");
         assert_eq!(of(Kind::Chat, "{}").1, None, "without a limit, the context is one");
         assert_eq!(of(Kind::Completions, "{}").1, Some(16), "the engine's own");
+        for (body, limit) in [
+            (r#"{"max_tokens":"4000"}"#, Some(4000)),
+            (r#"{"max_tokens":4000.0}"#, Some(4000)),
+            (r#"{"max_tokens":null}"#, Some(16)),
+            (r#"{"max_tokens":"4_000"}"#, None),
+            (r#"{"max_tokens":-1}"#, None),
+        ] {
+            assert_eq!(of(Kind::Completions, body).1, limit, "{body}");
+        }
+        let two = r#"{"messages":[],"max_completion_tokens":"x","max_tokens":5}"#;
+        assert_eq!(of(Kind::Chat, two).1, None, "one that the agent can't read");
+        let list = r#"{"text":"a","sampling_params":[{"max_new_tokens":900}]}"#;
+        assert_eq!(generate(list).1, None, "a form that the agent doesn't read");
     }
 
     #[test]
