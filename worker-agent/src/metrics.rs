@@ -9,7 +9,7 @@
 mod load;
 pub(crate) mod readiness;
 
-use std::time::Duration;
+use std::{sync::atomic::AtomicU64, time::Duration};
 
 use kernels::report::FaultKind;
 use prometheus_client::{
@@ -38,6 +38,7 @@ pub struct Metrics {
     turn_seconds: Histogram,
     queue_seconds: Histogram,
     load: LoadGauges,
+    kv_physical_usage: Family<RankLabel, Gauge<f64, AtomicU64>>,
     pin_budget_tokens: Family<RankLabel, Gauge>,
     sessions: Family<SessionLabel, Gauge>,
     sessions_begun: Family<RetentionLabel, Counter>,
@@ -159,6 +160,7 @@ impl Metrics {
             turn_seconds: seconds_histogram(),
             queue_seconds: seconds_histogram(),
             load: LoadGauges::default(),
+            kv_physical_usage: Family::default(),
             pin_budget_tokens: Family::default(),
             sessions: Family::default(),
             sessions_begun: Family::default(),
@@ -210,6 +212,14 @@ impl Metrics {
                     read; 0 without a wait";
         registry.register_with_unit("queue", help, Unit::Seconds, self.queue_seconds.clone());
         self.load.register(registry);
+        let help = "The part of the KV pool that is not free, cached KV included";
+        let unit = Unit::Other("ratio".to_owned());
+        registry.register_with_unit(
+            "kv_physical_usage",
+            help,
+            unit,
+            self.kv_physical_usage.clone(),
+        );
         self.register_sessions(registry);
         let help = "1 while the engine answers and makes progress, and its devices work; else 0";
         registry.register("engine_up", help, self.engine_up.clone());
@@ -426,6 +436,15 @@ impl Metrics {
         self.engine_up.set(i64::from(report.unhealthy.is_none()));
         self.restart_required.set(i64::from(report.restart_required.is_some()));
         self.load.set(&report.ranks);
+        for rank in &report.ranks {
+            let label = RankLabel { dp_rank: rank.dp_rank };
+            match rank.kv_physical_usage() {
+                Some(usage) => {
+                    self.kv_physical_usage.get_or_create(&label).set(usage.value);
+                }
+                None => drop(self.kv_physical_usage.remove(&label)),
+            }
+        }
     }
 }
 
