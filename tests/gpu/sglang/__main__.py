@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import engines
 import parts
 from integration.fleet import binaries
 
-START_SECONDS_MAX = 240
+
+LOG_LINES_KEPT = 200
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Results:
 
     def begin(self, name: str) -> None:
         self.parts.append({"part": name, "outcome": "cut off", "figures": {}})
+        self._write()
 
     def figure(self, name: str, value: Any) -> None:
         self.parts[-1]["figures"][name] = value
@@ -86,8 +88,10 @@ class Script:
     """Runs the parts, each at an engine of its shape. An engine serves the parts that follow each
     other, as long as none of them fails."""
 
-    def __init__(self, machine: engines.Machine, folder: Path, bin_dir: Path, results: Results):
-        self._machine, self._folder = machine, folder
+    def __init__(
+        self, machine: engines.Machine, folder: Path, bin_dir: Path, results: Results, logs: Path
+    ):
+        self._machine, self._folder, self._logs = machine, folder, logs
         self._bin_dir, self._results = bin_dir, results
         self._lane: engines.Lane | None = None
         # Why the engines of a shape don't start, by the shape's name.
@@ -107,8 +111,16 @@ class Script:
         except Exception as error:
             self._results.end("failed", f"{type(error).__name__}: {error}"[:1000])
             self.stop()
+            self._keep_logs(part)
         else:
             self._results.end("passed")
+
+    def _keep_logs(self, part: Part) -> None:
+        """Adds the ends of the logs to one file, which is there also if the run is cut off."""
+        with self._logs.open("a") as kept:
+            for log in sorted((self._folder / part.shape).glob("*.log")):
+                end = log.read_text(errors="replace").splitlines()[-LOG_LINES_KEPT:]
+                kept.write("\n".join([f"== {part.name}: {log.name}", *end, ""]))
 
     def _started(self, shape: str) -> engines.Lane:
         if self._lane and self._lane.shape.name == shape:
@@ -116,14 +128,23 @@ class Script:
         self.stop()
         if why := self._unable.get(shape):
             raise RuntimeError(f"its engine doesn't start: {why}")
-        self._lane = engines.lane(self._machine, shape, self._folder, self._bin_dir)
-        begin = time.monotonic()
-        try:
-            with parts.limit(START_SECONDS_MAX):
-                self._lane.start()
-        except Exception as error:
-            self._unable[shape] = str(error)[:1000]
-            raise
+        begin, given = time.monotonic(), self._machine.shapes[shape]
+        tries = [given]
+        if given.second_try:
+            tries.append(replace(given, flags=(*given.flags, *given.second_try)))
+        for number, tried in enumerate(tries, 1):
+            self._lane = engines.lane(self._machine, tried, self._folder, self._bin_dir)
+            try:
+                with parts.limit(self._machine.start_seconds_max):
+                    self._lane.start()
+                break
+            except Exception as error:
+                self.stop()
+                if number == len(tries):
+                    self._unable[shape] = str(error)[:1000]
+                    raise
+                again = f"tried again with {' '.join(given.second_try)}, since"
+                self._results.figure(again, str(error)[:1000])
         self._results.figure("engine, agent and router up after, s", round(time.monotonic() - begin))
         return self._lane
 
@@ -153,7 +174,9 @@ def main() -> int:
     results = Results(given.out / "sglang.json", about)
     # Short, because the paths of sockets are in it.
     folder = Path(tempfile.mkdtemp(prefix="berth-gpu-"))
-    script = Script(machine, folder, bin_dir, results)
+    logs = given.out / "sglang.log"
+    logs.unlink(missing_ok=True)
+    script = Script(machine, folder, bin_dir, results, logs)
     try:
         for part in PARTS:
             if given.k in part.name:
@@ -165,9 +188,7 @@ def main() -> int:
         print(json.dumps({"about": results.about, "parts": results.parts}))
     failed = [part["part"] for part in results.parts if part["outcome"] not in ("passed", "skipped")]
     if failed:
-        for log in folder.glob("*/*.log"):
-            shutil.copy(log, given.out / f"{log.parent.name}-{log.name}")
-        print(f"not passed: {', '.join(failed)}; the logs are in {given.out}", file=sys.stderr)
+        print(f"not passed: {', '.join(failed)}; the ends of the logs: {logs}", file=sys.stderr)
     shutil.rmtree(folder)
     return 1 if failed or not results.parts else 0
 

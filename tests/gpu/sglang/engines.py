@@ -47,6 +47,8 @@ class Shape:
     rows: int
     flags: tuple[str, ...] = ()
     has_plants: bool = False
+    # Flags with which it is tried again if it doesn't start.
+    second_try: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Machine:
     pack: Path | None
     long_tokens: int
     decode_tokens: int
+    start_seconds_max: int
     shapes: dict[str, Shape] = field(hash=False)
 
     @property
@@ -75,12 +78,15 @@ def gpu(pack: Path) -> Machine:
     # Memory for KV of 131,072 bytes a token: 52 GB, and twice the smaller pool in the host's memory.
     long, pool = 131_072, 400_000
     small = Shape("small", "model", 2048, 8192, 16, ("--disable-cuda-graph",), has_plants=True)
-    large = Shape("large", "large-model", long, pool, 16, ("--load-format", "dummy"))
+    # To record graphs may need kernels that nvcc would have to build.
+    graphs = ("--load-format", "dummy", "--cuda-graph-backend-prefill", "disabled")
+    large = Shape("large", "large-model", long, pool, 16, graphs,
+                  second_try=("--disable-cuda-graph",))
     shapes = [small, large]
     for backend, layout in (("kernel", "layer_first"), ("direct", "page_first_direct")):
-        flags = ("--load-format", "dummy", *tiered(backend, layout))
+        flags = ("--load-format", "dummy", "--disable-cuda-graph", *tiered(backend, layout))
         shapes.append(Shape(f"tiered-{backend}", "large-model", long, 160_000, 16, flags))
-    return Machine(pack, 100_000, 600, {shape.name: shape for shape in shapes})
+    return Machine(pack, 100_000, 600, 150, {shape.name: shape for shape in shapes})
 
 
 def cpu() -> Machine:
@@ -93,7 +99,7 @@ def cpu() -> Machine:
         Shape("tiered-direct", "model", long, 9216, 8,
               (*larger, *tiered("direct", "page_first_direct"))),
     ]
-    return Machine(None, 4000, 150, {shape.name: shape for shape in shapes})
+    return Machine(None, 4000, 150, 240, {shape.name: shape for shape in shapes})
 
 
 @dataclass
@@ -147,7 +153,8 @@ class Lane(Fleet):
         env |= GPU_ENVIRONMENT | {
             "PYTHONPATH": ":".join([*map(str, paths), env["PYTHONPATH"]]),
             "BERTH_KV_FATBIN": str(pack / "bin/kv_account.fatbin"),
-            "PYTHONPYCACHEPREFIX": str(self.folder / "pyc"),
+            # The next start finds what this one has compiled.
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         command = [
             "python3", "-W", "ignore", "-m", "sglang.launch_server",
@@ -184,7 +191,7 @@ class Lane(Fleet):
         wait_until(self.engine, "planting", lambda: not self.plants.exists(), MEET_SECONDS_MAX)
 
 
-def lane(machine: Machine, shape: str, folder: Path, bin_dir: Path) -> Lane:
-    own = folder / shape
+def lane(machine: Machine, shape: Shape, folder: Path, bin_dir: Path) -> Lane:
+    own = folder / shape.name
     own.mkdir(exist_ok=True)
-    return Lane(own, bin_dir, PAGE_TOKENS, machine=machine, shape=machine.shapes[shape])
+    return Lane(own, bin_dir, PAGE_TOKENS, machine=machine, shape=shape)
