@@ -12,7 +12,7 @@ from conformance.refusals import in_session
 
 # Seconds for which the engine collects diagnostics before it exits.
 DYING_SECONDS = 5
-DEAD_SECONDS_MAX = 25
+DEAD_SECONDS_MAX = 60
 
 
 def dies(engine: Engine, flow: Flow | None) -> None:
