@@ -27,7 +27,7 @@
 
 mod displacement;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proto::{
     load::{EngineRole, RankLoad},
@@ -60,6 +60,9 @@ const ANSWER_TOKENS_ASSUMED: u64 = 1_000;
 /// of that time.
 const INTERFERENCE_MS_PER_TURN: u64 = 5;
 
+/// How long an engine's account may show a turn after its answer. SGLang writes it with its steps,
+/// at most a second apart.
+const SAMPLE_LAG: Duration = Duration::from_secs(1);
 /// Longest assumed wait of another turn that arrives while this turn's prompt is computed, in
 /// milliseconds. On average, such a turn waits for half of the prefill. If that is longer than this
 /// bound, the other turn goes to another worker, and its session's KV is recomputed there.
@@ -379,8 +382,8 @@ fn pool_wait_ms(
     }
 }
 
-/// Returns the session's KV on this worker if its last turn ended after the engine was sampled: the
-/// sample counts that KV as used. The agent may know of a turn's end that the sample doesn't show.
+/// Returns the session's KV on this worker if the sample may count it as used by the session's last
+/// turn, which has ended: the engine was sampled before, or less than [`SAMPLE_LAG`] later.
 fn ended_own_tokens(
     request: &PlacementRequest<'_>,
     stats: WorkerStats<'_>,
@@ -389,7 +392,9 @@ fn ended_own_tokens(
     let sticky = request.sticky.filter(|sticky| sticky.worker == stats.worker());
     let ended = sticky.and_then(|sticky| Some((sticky, sticky.last_turn_ended?)));
     match (ended, load.pool_used_tokens) {
-        (Some((sticky, ended)), Some(used)) if stats.was_sampled_before(used, ended) => {
+        (Some((sticky, ended)), Some(used))
+            if stats.was_sampled_before(used, ended + SAMPLE_LAG) =>
+        {
             sticky.reported_tokens
         }
         _ => 0,
