@@ -11,6 +11,7 @@
 
 mod flags;
 mod kv_identity;
+mod limits;
 mod prompt_start;
 
 use std::{fmt, sync::Arc};
@@ -95,8 +96,6 @@ pub struct ParsedRequest {
 
 /// The engine's default limit of generated tokens on `/generate`.
 const GENERATE_ANSWER_TOKENS_MAX_DEFAULT: u64 = 128;
-/// The engine's default limit of generated tokens on `/v1/completions`.
-const COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT: u64 = 16;
 /// The most tokens that a chat template adds to a prompt, beyond one token per byte of the body.
 const TEMPLATE_TOKENS_MAX: u64 = 256;
 
@@ -227,30 +226,6 @@ impl ParsedRequest {
     }
 }
 
-/// Returns the most tokens that the answer of an OpenAI or Anthropic route may have. `None` is as
-/// many as fit: no limit, or one that only the engine can read.
-fn read_answer_limit(kind: Kind, object: &Object<'_>) -> Option<u64> {
-    let keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
-    let given = keys.iter().filter_map(|key| object.get(key)).filter(|it| it.get() != "null");
-    // Which one counts is the engine's decision, so the largest does here.
-    let limits: Option<Vec<u64>> = given.map(read_tokens).collect();
-    let largest = limits?.into_iter().max();
-    // Of these routes, only `/v1/completions` has a default limit in the engine.
-    let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
-    largest.or(default)
-}
-
-/// Reads a number of tokens as pydantic's lax mode does, which takes `"40"` and `40.0` too.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked before")]
-fn read_tokens(value: &RawValue) -> Option<u64> {
-    let text = value.get().trim_matches('"').trim();
-    text.parse().ok().or_else(|| {
-        let number: f64 = text.parse().ok()?;
-        let is_count = number.fract() == 0.0 && (0.0..1e15).contains(&number);
-        is_count.then_some(number as u64)
-    })
-}
-
 /// Returns upper bounds of what a turn needs from the engine.
 fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: usize) -> Need {
     // What the engine may read as true: pydantic takes words and numbers, and in `sampling_params`
@@ -260,7 +235,7 @@ fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: 
     if kind != Kind::Generate {
         return Need {
             prompt_tokens: body_bytes as u64 + TEMPLATE_TOKENS_MAX,
-            answer_tokens: read_answer_limit(kind, object),
+            answer_tokens: limits::read_answer_limit(kind, object),
             ignores_eos: object.get("ignore_eos").is_some_and(is_true),
             resident_tokens,
             ..Need::default()
