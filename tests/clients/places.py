@@ -38,6 +38,8 @@ class Launch:
     # Whether the simulator has a shim, and whether it publishes its KV events.
     shim: bool = True
     events: bool = False
+    # The router's settings.
+    router_settings: str = ""
 
     def flags(self) -> list[str]:
         return [
@@ -88,6 +90,11 @@ LAUNCHES = {
         *(small_pools(f"pressure-{workers}", workers) for workers in (2, 4, 8)),
         small_pools("pressure-2-silent", 2, shim=False, events=False),
         Launch("side-by-side", context_tokens=131_072, pool_tokens=200_000, workers=4, events=True),
+        # Streams wait for their first event, and get many comments meanwhile.
+        Launch(
+            "comments", context_tokens=8192, simulator_flags=("--prefill-tokens-per-s", "4000"),
+            router_settings="timeouts.waiting_comment_ms = 50\n",
+        ),
         Launch("one-row", rows=1, env={"SGLANG_REQ_WAITING_TIMEOUT": "0.5"}),
         Launch("timeouts", env={"SGLANG_REQ_RUNNING_TIMEOUT": "2"}),
     )
@@ -120,7 +127,7 @@ class Cluster(Fleet):
         print(f"clients: starting the {self.kind}, launch {self.launch.name!r}", flush=True)
         for each in (self, *self.others):
             each.start_worker()
-        self.start_router(*self.others)
+        self.start_router(*self.others, settings=self.launch.router_settings)
         self.wait_placing()
 
     def processes(self) -> list[Process]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,6 +90,36 @@ def run(
     status = process.wait(seconds)
     process.stop(5)
     return status, process.log.read_text(errors="replace")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program that runs the cases which a file lists, and reports each as `outcomes` reads it."""
+
+    name: str
+    names: tuple[str, ...]
+    # Returns the program with its arguments, for a run with files in this folder.
+    command: Callable[[Path], list[str]]
+    # What the program needs before it can run.
+    environments: tuple[str, ...] = ()
+
+    def cases(self) -> list[str]:
+        for name in self.environments:
+            environment(name)
+        return list(self.names)
+
+    def run(self, target: Target, cases: list[str], folder: Path) -> dict[str, Outcome]:
+        folder.mkdir(parents=True, exist_ok=True)
+        report, chosen = folder / "report.jsonl", folder / "cases"
+        chosen.write_text("\n".join(cases))
+        env = target.env() | {"CLIENTS_REPORT": str(report), "CLIENTS_CASES": str(chosen)}
+        _, printed = run(self.name, self.command(folder), folder, env)
+        return outcomes(report, cases, printed)
+
+
+def python(environment_name: str, file: str) -> Callable[[Path], list[str]]:
+    """Returns the command of a file of `inner` in an environment of Python."""
+    return lambda _: [str(environment(environment_name) / "bin/python"), str(HERE / "inner" / file)]
 
 
 @dataclass(frozen=True)
