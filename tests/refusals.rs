@@ -246,3 +246,31 @@ async fn a_refusal_before_the_body_reaches_clients_that_send_all_of_it_first() {
         assert!(answer.contains("connection: close\r\n"), "{answer}");
     }
 }
+
+#[tokio::test]
+async fn no_refusal_tells_a_client_where_the_engine_is() {
+    let cluster = Cluster::start(1, |_| {}).await.unwrap();
+    let engine_url = cluster.engine().url();
+    let engine_addr = engine_url.strip_prefix("http://").unwrap();
+    let opens = json!({ "session_id": "s", "retention": "pinned" });
+    let turn = text_turn("hello", 1);
+    let own_url = cluster.agent().url("/generate");
+    let requests = [
+        (&own_url, &turn),
+        (&cluster.url("/generate"), &turn),
+        (&cluster.url("/v1/sessions"), &opens),
+    ];
+    cluster.engine().kill();
+    for (url, body) in requests {
+        let answer = cluster.web.post(url, &[], body).await.unwrap();
+        assert!(answer.status.is_server_error(), "{url}: {}", answer.text());
+        assert!(!answer.text().contains(engine_addr), "{url}: {}", answer.text());
+    }
+    // The first refusals say that a connection failed, the later ones what the agent knows.
+    let known = eventually("a refusal that gives the agent's reason", || async {
+        let text = cluster.web.post(&own_url, &[], &turn).await.unwrap().text();
+        text.contains("the engine can't be used: ").then_some(text)
+    });
+    let text = known.await;
+    assert!(!text.contains(engine_addr), "{text}");
+}

@@ -70,8 +70,12 @@ def test_the_settings_of_the_unit_are_in_force_and_readable(unit: str) -> None:
     assert int(found["LimitNOFILE"][0]) >= 65536
     example = (DEPLOY / f"config/{unit}.toml").read_text()
     folders = {"/etc/berth", *(f"/var/lib/{each}" for each in found.get("StateDirectory", [])),
-               *(f"/run/{each}" for each in found.get("RuntimeDirectory", []))}
-    for path in re.findall(r'"(/[a-z][^"]*)"', example):
+               *(f"/run/{each}" for each in found.get("RuntimeDirectory", [])),
+               *(f"/var/log/{each}" for each in found.get("LogsDirectory", []))}
+    # The unit's comments name a file too: that of the router's access log.
+    named = re.findall(r'"(/[a-z][^"]*)"', example + UNITS[unit].read_text())
+    assert unit == "agent" or "/var/log/berth/access.log" in named
+    for path in named:
         assert any(path == each or path.startswith(f"{each}/") for each in folders), path
 
 
@@ -131,7 +135,8 @@ def command(unit: str, bin_dir: Path, folder: Path, ports: list[int]) -> list[st
     file = folder / f"{unit}.toml"
     program = [str(bin_dir / f"berth-{unit}"), "--config", str(file), *addresses]
     if unit == "router":
-        file.write_text(f'workers = ["http://127.0.0.1:{control}"]\ntimeouts.lame_duck_ms = 1\n')
+        settings = f'workers = ["http://127.0.0.1:{control}"]\ntimeouts.lame_duck_ms = 1\n'
+        file.write_text(f'{settings}log.access = "{folder}/access.log"\n')
         return program
     file.write_text(f'files.state_dir = "{folder}"\n')
     own = ["--control-addr", f"127.0.0.1:{control}", "--engine", f"http://127.0.0.1:{engine}"]

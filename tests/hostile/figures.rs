@@ -7,7 +7,7 @@ use service::clock::now;
 use tests::web::Web;
 
 /// The longest wait for a figure.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// The pause between two readings.
 const PAUSE: Duration = Duration::from_millis(20);
 

@@ -6,6 +6,7 @@
 //! - `scenarios`: which attack must not be noticed by whom.
 //! - `chaos`: processes that are killed, stopped and restarted at random under load.
 //! - `disconnects`: clients that go away. `hostile_engine`: an engine whose answers never end.
+//! - `lying_agent`: an agent whose description is too large to be true.
 //! - `stopped`: an engine that is stopped.
 
 mod attacks;
@@ -14,6 +15,7 @@ mod disconnects;
 mod figures;
 mod hostile_engine;
 mod long_bodies;
+mod lying_agent;
 mod scenarios;
 mod stopped;
 mod users;

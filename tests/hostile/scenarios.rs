@@ -12,7 +12,7 @@ use tests::{
 
 use crate::{
     attacks::{self, Attack, Attackers},
-    chaos, disconnects, hostile_engine, long_bodies, stopped,
+    chaos, disconnects, hostile_engine, long_bodies, lying_agent, stopped,
     users::{Failure, Seen, Users},
 };
 
@@ -31,7 +31,7 @@ const USERS: usize = 4;
 const FEW_DESCRIPTORS: u32 = 1_024;
 
 /// All scenarios, in the order in which they run.
-pub(crate) const SCENARIOS: [Case; 25] = [
+pub(crate) const SCENARIOS: [Case; 26] = [
     case!("rows", true, |place| attacked(place, None, Kind::Rows)),
     case!("sessions", true, |place| attacked(place, None, Kind::Sessions)),
     case!("turns", false, |place| attacked(place, None, Kind::Turns)),
@@ -54,6 +54,7 @@ pub(crate) const SCENARIOS: [Case; 25] = [
     case!("streams, few descriptors", true, |place| few(place, Kind::Streams)),
     case!("disconnects", true, disconnects::disconnects),
     case!("endless answers", true, hostile_engine::endless_answers),
+    case!("lying agent", true, lying_agent::lying_agent),
     case!("engine stopped", true, stopped::engine_stopped),
     case!("chaos", false, |place| chaos::chaos(place, false)),
     case!("chaos, with TLS", false, |place| chaos::chaos(place, true)),
