@@ -54,7 +54,7 @@ class Images:
         """Builds all targets of the Containerfile from this checkout's binaries."""
         if BASE not in self._names():
             self._make_base()
-        names = ("berth-router", "berth-agent", "engine-sim", "libberth_kv.so")
+        names = ("berth-router", "berth-agent", "berth", "engine-sim", "libberth_kv.so")
         self._commit([bin_dir / name for name in names], BINARIES_FOLDER, BINARIES)
         for target in TARGETS:
             # Layers that targets share are built once.

@@ -159,10 +159,11 @@ async fn time_to_see(fleet: &Processes) -> anyhow::Result<Duration> {
     Ok(least)
 }
 
-/// Undoes the first agent's drain, by its command.
+/// Undoes the first agent's drain, by the command.
 async fn undo_drain(fleet: &Processes) -> anyhow::Result<()> {
-    let undone = tokio::process::Command::new(program("berth-agent"))
-        .args(["drain", "--undo", "--control-addr", &format!("{}:31001", fleet.agent_hosts[0])])
+    let agent = format!("http://{}:31001", fleet.agent_hosts[0]);
+    let undone = tokio::process::Command::new(program("berth"))
+        .args(["drain", "--undo", "--agent", &agent])
         .output()
         .await?;
     let said = String::from_utf8_lossy(&undone.stdout).into_owned();

@@ -22,7 +22,7 @@ use std::{
     time::Duration,
 };
 
-use clap::{Parser, Subcommand};
+use clap::Parser;
 use http::{HeaderValue, Uri};
 use serde::{Deserialize, Serialize};
 use service::{
@@ -87,16 +87,8 @@ const RENAMED_SETTINGS: [(&str, &str); 32] = [
 
 /// Command-line flags, and the environment variables read with them.
 #[derive(Debug, Parser)]
-#[command(
-    name = "berth-agent",
-    version,
-    about = "Owns the KV sessions of one SGLang engine",
-    args_conflicts_with_subcommands = true
-)]
+#[command(name = "berth-agent", version, about = "Owns the KV sessions of one SGLang engine")]
 pub struct Args {
-    /// What to do instead of running an agent.
-    #[command(subcommand)]
-    pub command: Option<CliCommand>,
     /// Settings file (TOML).
     #[arg(long)]
     pub config: Option<PathBuf>,
@@ -121,50 +113,6 @@ pub struct Args {
     /// Checks the settings, prints them and exits.
     #[arg(long)]
     pub check_config: bool,
-}
-
-/// Commands that ask a running agent.
-#[derive(Debug, Subcommand)]
-pub enum CliCommand {
-    /// Makes routers place no new sessions here; exit status 1 if turns are left after the wait
-    Drain(DrainArgs),
-}
-
-/// How a command reaches a running agent, as a router does.
-#[derive(Debug, clap::Args)]
-pub struct AgentArgs {
-    /// The control address of the agent.
-    #[arg(long, default_value = "127.0.0.1:31001")]
-    pub control_addr: SocketAddr,
-    /// CA of the agent's certificate (PEM); the connection then uses TLS.
-    #[arg(long)]
-    pub ca: Option<PathBuf>,
-    /// Certificate to show, as a router does (PEM).
-    #[arg(long, requires_all = ["key", "ca"])]
-    pub cert: Option<PathBuf>,
-    /// Private key of that certificate (PEM).
-    #[arg(long, requires = "cert")]
-    pub key: Option<PathBuf>,
-    /// Name in the agent's certificate, if it is not the address.
-    #[arg(long, requires = "ca")]
-    pub server_name: Option<String>,
-    /// File with a token of this agent.
-    #[arg(long)]
-    pub token_file: Option<PathBuf>,
-}
-
-/// The arguments of `berth-agent drain`.
-#[derive(Debug, clap::Args)]
-pub struct DrainArgs {
-    /// How to reach the agent.
-    #[command(flatten)]
-    pub agent: AgentArgs,
-    /// Ends the drain instead.
-    #[arg(long, conflicts_with = "wait_ms")]
-    pub undo: bool,
-    /// Waits so long for the turns there to end (milliseconds).
-    #[arg(long, default_value_t = 0)]
-    pub wait_ms: u64,
 }
 
 /// The settings in effect. Its many fields: one for each table of the settings file.

@@ -22,7 +22,6 @@
 mod admin_actions;
 mod announcer;
 pub mod audit;
-pub mod cli;
 pub mod config;
 pub mod control_port;
 pub mod data_port;

@@ -1,8 +1,4 @@
-//! Starts `berth-agent`: reads settings, sets up logs and signals, and runs the agent or a command.
-//!
-//! The agent itself is in the library `worker_agent`, as [`worker_agent::run`]. It serves one
-//! SGLang engine until a signal stops it. The command `drain` asks an agent that already runs,
-//! prints the answer and exits (see [`worker_agent::cli`]).
+//! Starts `berth-agent`: reads settings, sets up logs and signals, and runs the agent.
 
 use std::process::ExitCode;
 
@@ -13,8 +9,7 @@ use service::{
 };
 use worker_agent::{
     Listeners,
-    cli::{self, CommandOutput},
-    config::{Args, CliCommand, Config},
+    config::{Args, Config},
     owner::Ending,
 };
 
@@ -34,9 +29,6 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { settings::EXIT_USAGE } else { 0 });
         }
     };
-    if let Some(CliCommand::Drain(args)) = &args.command {
-        return run_command(cli::drain::run(args));
-    }
     let only_checks_settings = args.check_config;
     let config = match Config::load(args) {
         Ok(config) => config,
@@ -78,18 +70,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
     };
     let epoch = service::clock::unix_ns();
     Ok(worker_agent::run(config, listeners, epoch, stop).await?)
-}
-
-#[tokio::main(flavor = "current_thread")]
-async fn run_command(command: impl Future<Output = Result<CommandOutput, cli::Error>>) -> ExitCode {
-    match command.await {
-        Ok(output) if print(&output.text) && output.is_fault_free => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::FAILURE,
-        Err(error) => {
-            print_error(&format_args!("{:#}", anyhow::Error::from(error)));
-            ExitCode::FAILURE
-        }
-    }
 }
 
 /// Prints to standard output. Returns whether that succeeded.

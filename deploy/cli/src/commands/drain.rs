@@ -1,6 +1,6 @@
 //! Runs `berth drain`: makes routers place no new sessions at an agent, or ends that.
 //!
-//! `berth-agent drain` does the same inside the agent's own container, before it stops.
+//! It is in the agent's container too, for a hook that runs before the agent stops.
 
 use std::time::Duration;
 

@@ -51,7 +51,7 @@
     preStop:
       exec:
         command:
-          - berth-agent
+          - berth
           - drain
           - --token-file=/etc/berth/proof/token
           - --wait-ms={{ mul .Values.agent.drainWaitSeconds 1000 }}
