@@ -1,33 +1,21 @@
-//! A hash table with eight bytes per entry, for the indexes of blocks (router) and pages (agent).
+//! A table from the hashes of blocks (router) or pages (agent) to their places in a prefix tree.
 //!
-//! Such an index is a prefix tree of prompts, compressed to *runs*. A run is an unbranched part of
-//! the tree: blocks (or pages) that follow each other. The caller stores the runs: the router in
-//! `residency/index`, the agent in `kv_events/pages`. This table maps a key, 24 bits of a block's
-//! hash, to the block's run and its *place*. The place is the number of blocks before the block in
-//! its prompt, modulo 4096. The caller knows where each run begins, so the place tells it the
-//! block's index in the run.
+//! The tree is compressed to *runs*: unbranched parts, whose blocks follow each other. The caller
+//! stores the runs and knows where each begins. The table maps a key, 24 bits of a block's hash, to
+//! the block's run and its *place*: the number of blocks before it in its prompt, modulo 4096.
 //!
 //! The table stores no full hashes, so several blocks may have one key. [`RunTable::find`] offers
-//! the entries of a key to the caller, which compares full hashes and accepts the right entry. The
-//! table is no cache: it evicts nothing and has no limit of its own.
+//! the entries of a key to the caller, which compares full hashes and accepts the right entry.
 //!
-//! A *bucket* is one cache line of entries. An entry is in the bucket that its key selects, its
-//! *home*, or in the first bucket after its home that had room. A *shard* is a group of buckets
-//! that grows alone, so a large index never pauses to move all of its entries. An entry contains
-//! its whole key, so the table moves an entry without asking the caller.
-//!
-//! The table is our own code, because hashbrown's takes more memory. In tables of 0.3 to 10
-//! million entries, an entry takes 11.5 to 14.2 bytes, 12.8 on average. In a
-//! `hashbrown::HashTable` for each shard, which always doubles, the same entry takes 10.4 to 20.5
-//! bytes, 15.0 on average. A look-up that finds its entry takes a fifth less time than in
-//! hashbrown's table, and one that doesn't twice the time (2026-11-23, two busy cores).
-//!
-//! An entry is packed into one word. The word 0 is a free slot, because there is no run 0:
+//! The entries of a *shard* are in a hash table of their own, so a large index never pauses to move
+//! all of its entries. An entry is packed into one word, which contains its key:
 //!
 //! ```text
 //! 63        40 39              12 11       0
 //! | key        | run              | place    |
 //! ```
+
+use hashbrown::HashTable;
 
 /// Bits per key.
 pub const KEY_BITS: u32 = 24;
@@ -41,14 +29,8 @@ const SHARD_BITS: u32 = 6;
 /// Number of shards. With 64, a table of ten million blocks grows in steps of some 30,000 entries,
 /// which take about 100 µs each.
 const SHARD_COUNT: usize = 1 << SHARD_BITS;
-/// Entries per bucket. The eighth word of the cache line is [`Bucket::control`].
-const BUCKET_SLOTS: usize = 7;
-/// A word with the value 1 in each of the lower seven bytes. In [`Bucket::control`], these bytes
-/// hold the tags.
-const TAG_ONES: u64 = 0x0001_0101_0101_0101;
-/// Number of entries up to which a shard doubles. A larger shard grows by a quarter, to leave less
-/// memory unused: it takes 11 to 14 bytes per entry.
-const DOUBLING_ENTRIES_MAX: usize = 512;
+/// Spreads a key over a word: hashbrown takes a slot by the low bits, and compares the top ones.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The id of a run. The caller assigns ids from 1; 0 is no run.
 pub type RunId = u32;
@@ -57,30 +39,11 @@ pub type RunId = u32;
 /// key choose the shard.
 #[derive(Debug)]
 pub struct RunTable {
-    shards: Vec<Shard>,
+    shards: [HashTable<u64>; SHARD_COUNT],
     /// Number of entries in use.
     entry_count: usize,
-    /// Memory of all buckets, in bytes.
+    /// Memory of all shards, in bytes.
     bytes: usize,
-}
-
-/// The entries of all keys with the same low bits.
-#[derive(Debug, Default, Clone)]
-struct Shard {
-    buckets: Vec<Bucket>,
-    /// Number of entries in use.
-    entry_count: usize,
-}
-
-/// One cache line of entries. Used slots come first, free slots after them.
-#[derive(Debug, Default, Clone, Copy)]
-#[repr(align(64))]
-struct Bucket {
-    /// The tag of each entry (see [`tag`]) in the lower seven bytes, slot 0 in the lowest. The
-    /// number of entries in the top byte.
-    control: u64,
-    /// The packed entries; 0 if free.
-    slots: [u64; BUCKET_SLOTS],
 }
 
 /// The position that an entry points to.
@@ -117,158 +80,14 @@ fn shard_index(key: u64) -> usize {
     low_bits(key) as usize % SHARD_COUNT
 }
 
-/// Returns one byte of the key: the tag by which a bucket tells most of its keys apart.
-fn tag(key: u64) -> u64 {
-    key >> SHARD_BITS & 0xff
+/// Returns the hash of an entry in its shard.
+fn hash_of(key: u64) -> u64 {
+    (key >> SHARD_BITS).wrapping_mul(SPREAD)
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the caller wants low bits only")]
 fn low_bits(word: u64) -> u32 {
     word as u32
-}
-
-impl Bucket {
-    /// Returns the number of entries in use.
-    fn len(&self) -> usize {
-        low_bits(self.control >> 56) as usize
-    }
-
-    fn is_full(&self) -> bool {
-        self.len() == BUCKET_SLOTS
-    }
-
-    /// Returns the indices of the slots that may hold the key. All slots with the key's tag are
-    /// among them. A borrow in the subtraction can add a slot with another tag, so the caller
-    /// compares keys.
-    fn candidate_slots(&self, key: u64) -> impl Iterator<Item = usize> {
-        let differs = self.control ^ (tag(key) * TAG_ONES);
-        // The top bit of each byte that is zero in `differs`.
-        let mut matches = differs.wrapping_sub(TAG_ONES) & !differs & (TAG_ONES << 7);
-        std::iter::from_fn(move || {
-            let slot_index = matches.trailing_zeros() as usize / 8;
-            // Clear the lowest bit that is set.
-            matches &= matches.wrapping_sub(1);
-            (slot_index < BUCKET_SLOTS).then_some(slot_index)
-        })
-    }
-
-    /// Returns the entries stored under the key.
-    fn entries_with_key(&self, key: u64) -> impl Iterator<Item = Entry> {
-        let candidates = self.candidate_slots(key).map(|slot_index| self.slots[slot_index]);
-        candidates.filter(move |&packed| packed != 0 && key_of(packed) == key).map(Entry::unpack)
-    }
-
-    /// Returns the index of the slot that holds this packed entry.
-    fn slot_of(&self, packed: u64) -> Option<usize> {
-        self.candidate_slots(key_of(packed)).find(|&slot_index| self.slots[slot_index] == packed)
-    }
-
-    /// Adds a packed entry to a bucket that isn't full.
-    fn push(&mut self, packed: u64) {
-        let free_index = self.len();
-        self.slots[free_index] = packed;
-        self.control += (1 << 56) | tag(key_of(packed)) << (8 * free_index);
-    }
-
-    /// Removes the entry in a slot and returns it packed. The bucket's last entry takes the slot.
-    fn take_slot(&mut self, slot_index: usize) -> u64 {
-        let last_index = self.len() - 1;
-        let moved_tag = self.control >> (8 * last_index) & 0xff;
-        let control = self.control & !(0xff << (8 * slot_index)) | moved_tag << (8 * slot_index);
-        self.control = (control & !(0xff << (8 * last_index))) - (1 << 56);
-        self.slots.swap(slot_index, last_index);
-        std::mem::take(&mut self.slots[last_index])
-    }
-}
-
-impl Shard {
-    /// Returns the index of a key's home bucket. A larger key never has an earlier home, so growing
-    /// the shard moves the entries in one sweep.
-    fn home_bucket(&self, key: u64) -> usize {
-        low_bits(((key >> SHARD_BITS) * self.buckets.len() as u64) >> (KEY_BITS - SHARD_BITS))
-            as usize
-    }
-
-    /// Returns the index of the bucket after this one. The first bucket follows the last.
-    fn bucket_after(&self, bucket_index: usize) -> usize {
-        if bucket_index + 1 == self.buckets.len() { 0 } else { bucket_index + 1 }
-    }
-
-    /// Makes room for one more entry. Grows the shard if less than a fifth of its slots would stay
-    /// free, so that most buckets aren't full. Returns the bytes by which the shard grew.
-    fn make_room(&mut self) -> usize {
-        let old_count = self.buckets.len();
-        if (self.entry_count + 1) * 5 <= old_count * BUCKET_SLOTS * 4 {
-            return 0;
-        }
-        let added_count =
-            if self.entry_count < DOUBLING_ENTRIES_MAX { old_count.max(2) } else { old_count / 4 };
-        let empty_buckets = vec![Bucket::default(); old_count + added_count];
-        let old_buckets = std::mem::replace(&mut self.buckets, empty_buckets);
-        for packed in old_buckets.iter().flat_map(|bucket| &bucket.slots[..bucket.len()]) {
-            self.put(*packed);
-        }
-        added_count * size_of::<Bucket>()
-    }
-
-    /// Puts a packed entry into the first bucket with room, beginning with its home.
-    fn put(&mut self, packed: u64) {
-        let mut bucket_index = self.home_bucket(key_of(packed));
-        while self.buckets[bucket_index].is_full() {
-            bucket_index = self.bucket_after(bucket_index);
-        }
-        self.buckets[bucket_index].push(packed);
-    }
-
-    /// Returns the indices of the bucket and of the slot that hold a packed entry.
-    fn position(&self, packed: u64) -> Option<(usize, usize)> {
-        if self.buckets.is_empty() {
-            return None;
-        }
-        let mut bucket_index = self.home_bucket(key_of(packed));
-        loop {
-            let bucket = &self.buckets[bucket_index];
-            if let Some(slot_index) = bucket.slot_of(packed) {
-                return Some((bucket_index, slot_index));
-            }
-            if !bucket.is_full() {
-                return None;
-            }
-            bucket_index = self.bucket_after(bucket_index);
-        }
-    }
-
-    /// Removes an entry. If its bucket was full, entries may have overflowed from this bucket into
-    /// later ones. Moves one such entry back into the gap, then another into the gap that the first
-    /// move leaves, and so on until a bucket that wasn't full.
-    fn remove_at(&mut self, bucket_index: usize, slot_index: usize) {
-        self.entry_count -= 1;
-        let mut was_full = self.buckets[bucket_index].is_full();
-        self.buckets[bucket_index].take_slot(slot_index);
-        // Bucket indices: where a slot is free, and up to where entries were looked at.
-        let (mut gap, mut scanned) = (bucket_index, bucket_index);
-        while was_full {
-            scanned = self.bucket_after(scanned);
-            was_full = self.buckets[scanned].is_full();
-            let bucket = &self.buckets[scanned];
-            let movable = bucket.slots[..bucket.len()].iter().position(|packed| {
-                let home = self.home_bucket(key_of(*packed));
-                // An entry may move back to the gap unless its home is after the gap, because
-                // look-ups begin at the home. Buckets are a ring, so the gap may have a larger
-                // index than the scanned bucket.
-                if gap < scanned {
-                    home <= gap || scanned < home
-                } else {
-                    home <= gap && scanned < home
-                }
-            });
-            if let Some(slot_index) = movable {
-                let packed = self.buckets[scanned].take_slot(slot_index);
-                self.buckets[gap].push(packed);
-                gap = scanned;
-            }
-        }
-    }
 }
 
 impl Default for RunTable {
@@ -281,7 +100,7 @@ impl RunTable {
     /// Makes an empty table.
     #[must_use]
     pub fn new() -> Self {
-        Self { shards: vec![Shard::default(); SHARD_COUNT], entry_count: 0, bytes: 0 }
+        Self { shards: [const { HashTable::new() }; SHARD_COUNT], entry_count: 0, bytes: 0 }
     }
 
     /// Returns the number of entries in use.
@@ -290,7 +109,7 @@ impl RunTable {
         self.entry_count
     }
 
-    /// Returns the memory of all buckets, in bytes.
+    /// Returns the memory of all entries, free ones too, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -299,21 +118,14 @@ impl RunTable {
     /// Calls `accept` with the entries stored under the key, until it returns `Some`. Returns that
     /// result, or `None` if `accept` rejects all of them.
     pub fn find<T>(&self, key: u64, mut accept: impl FnMut(Entry) -> Option<T>) -> Option<T> {
-        let shard = &self.shards[shard_index(key)];
-        if shard.buckets.is_empty() {
-            return None;
-        }
-        let mut bucket_index = shard.home_bucket(key);
-        loop {
-            let bucket = &shard.buckets[bucket_index];
-            if let Some(accepted) = bucket.entries_with_key(key).find_map(&mut accept) {
-                return Some(accepted);
+        let mut accepted = None;
+        self.shards[shard_index(key)].find(hash_of(key), |&packed| {
+            if key_of(packed) == key {
+                accepted = accept(Entry::unpack(packed));
             }
-            if !bucket.is_full() {
-                return None;
-            }
-            bucket_index = shard.bucket_after(bucket_index);
-        }
+            accepted.is_some()
+        });
+        accepted
     }
 
     /// Adds an entry, unless `is_same_block` accepts an entry already stored under the key. Returns
@@ -324,22 +136,16 @@ impl RunTable {
         entry: Entry,
         is_same_block: impl Fn(Entry) -> bool,
     ) -> bool {
-        let shard = &mut self.shards[shard_index(key)];
-        self.bytes += shard.make_room();
-        let mut bucket_index = shard.home_bucket(key);
-        loop {
-            let bucket = &mut shard.buckets[bucket_index];
-            if bucket.entries_with_key(key).any(&is_same_block) {
-                return false;
-            }
-            if !bucket.is_full() {
-                bucket.push(entry.pack(key));
-                shard.entry_count += 1;
-                self.entry_count += 1;
-                return true;
-            }
-            bucket_index = shard.bucket_after(bucket_index);
+        let is_there = |entry| is_same_block(entry).then_some(());
+        if self.find(key, is_there).is_some() {
+            return false;
         }
+        let shard = &mut self.shards[shard_index(key)];
+        let old_bytes = shard.allocation_size();
+        shard.insert_unique(hash_of(key), entry.pack(key), |&packed| hash_of(key_of(packed)));
+        self.bytes += shard.allocation_size() - old_bytes;
+        self.entry_count += 1;
+        true
     }
 
     /// Removes an entry.
@@ -347,10 +153,10 @@ impl RunTable {
     /// # Panics
     /// When the entry isn't in the table.
     pub fn remove(&mut self, key: u64, entry: Entry) {
+        let packed = entry.pack(key);
         let shard = &mut self.shards[shard_index(key)];
-        let (bucket_index, slot_index) =
-            shard.position(entry.pack(key)).expect("the caller added this entry");
-        shard.remove_at(bucket_index, slot_index);
+        let found = shard.find_entry(hash_of(key), |&other| other == packed);
+        found.expect("the caller added this entry").remove();
         self.entry_count -= 1;
     }
 
@@ -360,10 +166,10 @@ impl RunTable {
     /// # Panics
     /// When the entry isn't in the table.
     pub fn set_run(&mut self, key: u64, entry: Entry, run: RunId) {
+        let packed = entry.pack(key);
         let shard = &mut self.shards[shard_index(key)];
-        let (bucket_index, slot_index) =
-            shard.position(entry.pack(key)).expect("the caller added this entry");
-        shard.buckets[bucket_index].slots[slot_index] = Entry { run, ..entry }.pack(key);
+        let found = shard.find_mut(hash_of(key), |&other| other == packed);
+        *found.expect("the caller added this entry") = Entry { run, ..entry }.pack(key);
     }
 }
 
@@ -384,14 +190,12 @@ mod tests {
     }
 
     proptest! {
-        /// All keys are in one shard and belong to its first and last buckets, so buckets fill up
-        /// and overflow, also from the last bucket to the first.
+        /// All keys are in one shard, and several blocks have each.
         #[test]
         fn a_table_holds_the_same_entries_as_a_map(
             steps in prop::collection::vec((0..5_u8, 0..60_u64), 1..600),
         ) {
-            let homes = [0, 1, 1 << 17, (1 << 18) - 2, (1 << 18) - 1];
-            let key = |name: u64| homes[low_bits(name) as usize % 5] << SHARD_BITS;
+            let key = |name: u64| (name % 5) << SHARD_BITS;
             let mut table = RunTable::new();
             let mut map = HashMap::new();
             for (kind, name) in steps {

@@ -90,7 +90,8 @@ async fn lie(listener: TcpListener, lies: Arc<AtomicUsize>) -> anyhow::Result<()
     };
     let event = Some(Event::Description(description.clone()));
     let event = v1::LoadEvent { epoch: 1, sequence: 0, event };
-    let [answer, event] = [description.encode_to_vec(), event.encode_to_vec()].map(framed);
+    let [answer, event] =
+        [description.encode_to_vec(), event.encode_to_vec()].map(|it| framed(&it));
     let routes = axum::Router::new().fallback(move |uri: Uri| async move {
         lies.fetch_add(1, Ordering::Relaxed);
         let message = if uri.path().ends_with("/Describe") { answer } else { event };
@@ -109,10 +110,10 @@ async fn lie(listener: TcpListener, lies: Arc<AtomicUsize>) -> anyhow::Result<()
 }
 
 /// Returns a message as gRPC sends it: not compressed, with its length.
-fn framed(message: Vec<u8>) -> Bytes {
+fn framed(message: &[u8]) -> Bytes {
     let mut bytes = BytesMut::with_capacity(5 + message.len());
     bytes.put_u8(0);
     bytes.put_u32(u32::try_from(message.len()).expect("some megabytes"));
-    bytes.extend_from_slice(&message);
+    bytes.extend_from_slice(message);
     bytes.freeze()
 }
