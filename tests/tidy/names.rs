@@ -1,11 +1,8 @@
-//! Names and words: one type name per crate, functions named as verbs, and words that are retired.
+//! Names and words: functions named as verbs, and words that are retired.
 
-use std::{collections::BTreeMap, fs};
+use std::fs;
 
-use crate::{files, report, root, rust_files, source::packages};
-
-/// Type names that every module may have. Code outside writes them with the module's name.
-const MODULE_NAMES: [&str; 3] = ["Error", "Metrics", "Result"];
+use crate::{files, report, root, rust_files};
 
 /// Function names that tell a caller nothing.
 const VAGUE_NAMES: [&str; 3] = ["of", "on", "so"];
@@ -30,33 +27,6 @@ const RETIRED: [(&str, &str); 13] = [
 /// Retired names of settings, metrics and labels, and the files that tell users the new names.
 const OLD_NAMES: [&str; 3] = ["piece_ms", "slow_lane", "healed"];
 const MAY_USE_OLD_NAMES: [&str; 2] = ["deploy/docs/operations.md", "worker-agent/src/config.rs"];
-
-#[test]
-fn a_public_type_name_stands_once_in_a_crate() {
-    let mut findings = vec![];
-    for package in packages() {
-        let mut places: BTreeMap<String, Vec<&str>> = BTreeMap::new();
-        for file in &package.files {
-            for name in file.code.lines().filter_map(public_type) {
-                places.entry(name.to_owned()).or_default().push(&file.path);
-            }
-        }
-        places.retain(|name, files| files.len() > 1 && !MODULE_NAMES.contains(&name.as_str()));
-        let say = |(name, files): (String, Vec<&str>)| format!("{name}: {}", files.join(", "));
-        findings.extend(places.into_iter().map(say));
-    }
-    report(&findings);
-}
-
-/// Returns the name of the public type that a line declares.
-fn public_type(line: &str) -> Option<&str> {
-    let line = line.trim_start().strip_prefix("pub")?;
-    let line = line.strip_prefix("(crate)").or(line.strip_prefix("(super)")).unwrap_or(line);
-    let mut words = line.split_whitespace();
-    let is_type = ["struct", "enum", "trait", "type", "union"].contains(&words.next()?);
-    let name = words.next()?.split(['<', '(', '{', ';', ':']).next()?;
-    is_type.then_some(name)
-}
 
 #[test]
 fn functions_say_what_they_do() {

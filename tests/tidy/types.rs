@@ -1,35 +1,72 @@
-//! Types: structs are small or say why not, and no state of a type is declared impossible.
+//! Types: none has more methods than a reader can keep in mind, none declares a state impossible.
 
-use crate::{report, rust_files, source::packages, without_tests};
+use std::collections::BTreeMap;
 
-/// The most fields of a struct that needs no reason.
-const FIELDS_MAX: usize = 12;
+use crate::{report, source::packages};
 
-/// The words with which the doc comment of a larger struct begins its reason.
-const REASON: &str = "Its many fields:";
+/// The most methods of a type, over all of its files and without those of traits.
+const METHODS_MAX: usize = 40;
+
+/// Types that have more until they are divided: package and name.
+const LARGER: [(&str, &str); 1] = [("worker-agent", "Table")];
 
 #[test]
-fn a_struct_with_many_fields_says_why() {
+fn no_type_has_too_many_methods() {
     let mut findings = vec![];
-    for (file, text) in rust_files().iter().filter(|(file, _)| is_product(file)) {
-        let lines: Vec<&str> = without_tests(text).lines().collect();
-        for (index, line) in lines.iter().enumerate() {
-            let Some(name) = struct_name(line) else { continue };
-            let indent = indent(line);
-            let body = lines[index + 1..].iter().take_while(|line| indent_or_empty(line) > indent);
-            let fields = body.filter(|line| is_field(line, indent + 4)).count();
-            let doc = lines[..index].iter().rev().take_while(|line| is_above_item(line));
-            let has_reason = doc.into_iter().any(|line| line.contains(REASON));
-            if fields > FIELDS_MAX && !has_reason {
-                let number = index + 1;
-                findings.push(format!(
-                    "{file}:{number}: {name} has {fields} fields; split it, or give the reason in \
-                     its doc comment, after \"{REASON}\""
-                ));
+    for package in packages().iter().filter(|package| is_product(&package.folder)) {
+        let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+        for file in package.files.iter().filter(|file| is_product(&file.path)) {
+            for (name, methods) in methods(&file.code) {
+                *counts.entry(name).or_default() += methods;
+            }
+        }
+        for (name, count) in counts {
+            let is_larger = LARGER.contains(&(&package.folder, &name));
+            if (count > METHODS_MAX) != is_larger {
+                findings.push(format!("{}: {name} has {count} methods", package.folder));
             }
         }
     }
     report(&findings);
+}
+
+/// Returns the types of a file with the number of methods in each of their blocks.
+fn methods(code: &str) -> Vec<(String, usize)> {
+    let mut found: Vec<(String, usize)> = vec![];
+    let mut is_inside = false;
+    for line in code.lines() {
+        if let Some(name) = implemented(line) {
+            found.push((name.to_owned(), 0));
+            is_inside = true;
+        } else if line.starts_with('}') {
+            is_inside = false;
+        } else if is_inside
+            && line.starts_with("    ")
+            && !line.starts_with("     ")
+            && line.split_whitespace().any(|word| word == "fn")
+            && let Some((_, count)) = found.last_mut()
+        {
+            *count += 1;
+        }
+    }
+    found
+}
+
+/// Returns the name of the type whose own methods begin at this line.
+fn implemented(line: &str) -> Option<&str> {
+    let rest = line.strip_prefix("impl")?;
+    if rest.contains(" for ") || !rest.trim_end().ends_with('{') {
+        return None;
+    }
+    // Parameters may have bounds with parameters of their own.
+    let mut depth = 0_usize;
+    let begin = rest.find(|character| {
+        depth += usize::from(character == '<');
+        let is_name = depth == 0 && character.is_alphabetic();
+        depth = depth.saturating_sub(usize::from(character == '>'));
+        is_name
+    })?;
+    rest[begin..].split(['<', ' ', '{']).next()
 }
 
 #[test]
@@ -54,44 +91,9 @@ fn is_product(path: &str) -> bool {
     !path.starts_with("tests") && !crate::is_test(path) && !is_other
 }
 
-/// Returns the name of the struct with named fields whose declaration begins at this line.
-fn struct_name(line: &str) -> Option<&str> {
-    let line = line.trim_start();
-    let line = match line.strip_prefix("pub") {
-        Some(rest) if rest.starts_with('(') => rest.split_once(") ")?.1,
-        Some(rest) => rest.trim_start(),
-        None => line,
-    };
-    let name = line.strip_prefix("struct ")?.split(['<', ' ', '{']).next()?;
-    line.ends_with('{').then_some(name)
-}
-
-fn indent(line: &str) -> usize {
-    line.len() - line.trim_start().len()
-}
-
-/// Like [`indent`], but an empty line counts as inside of everything.
-fn indent_or_empty(line: &str) -> usize {
-    if line.trim().is_empty() { usize::MAX } else { indent(line) }
-}
-
-fn is_field(line: &str, depth: usize) -> bool {
-    let text = line.trim_start();
-    let is_name = |name: &str| name.split(' ').all(|word| !word.is_empty());
-    indent(line) == depth
-        && !text.starts_with(['/', '#', '}'])
-        && text.split_once(": ").is_some_and(|(name, _)| is_name(name))
-}
-
-fn is_above_item(line: &str) -> bool {
-    let text = line.trim_start();
-    text.starts_with("///") || text.starts_with("#[")
-}
-
 #[test]
-fn fields_are_counted_as_rust_does() {
-    let text = ["    pub(crate) a: u8,", "    /// b: no field", "    #[serde(skip)]", "    b: u8,"];
-    assert_eq!(text.iter().filter(|line| is_field(line, 4)).count(), 2);
-    assert_eq!(struct_name("pub(super) struct Row<'a> {"), Some("Row"));
-    assert_eq!(struct_name("pub struct Id(u32);"), None);
+fn methods_are_counted_as_rust_does() {
+    let code = "impl<T: Into<u8>> Row<T> {\n    pub(crate) fn a() {\n        fn inner() {}\n    }\n\
+                \x20   const fn b() {}\n}\nimpl Drop for Row {\n    fn drop() {}\n}\nfn free() {}\n";
+    assert_eq!(methods(code), [("Row".to_owned(), 2)]);
 }
