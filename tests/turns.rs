@@ -175,6 +175,29 @@ async fn a_session_goes_on_after_an_abort() {
 }
 
 #[tokio::test]
+async fn the_next_message_after_a_stop_runs_in_a_session_that_the_client_opened() {
+    let cluster = Cluster::start(1, |settings| {
+        settings.engine.core.max_total_tokens = 1 << 20;
+        settings.engine.core.context_len = 1 << 19;
+    });
+    let cluster = cluster.await.unwrap();
+    for sends_deltas in [false, true] {
+        let id = format!("deltas-{sends_deltas}");
+        cluster.open_pinned(&id).await;
+        let delta = ("x-berth-delta", "1");
+        let headers = [("x-berth-session-id", id.as_str()), delta];
+        let headers = if sends_deltas { &headers[..] } else { &headers[..1] };
+        for round in 0..10 {
+            let stream = cluster.stream("/generate", headers, text_turn("hello", ENDLESS)).await;
+            // The client stops the answer, and its user's next message comes at once.
+            drop(stream);
+            let next = cluster.post("/generate", headers, &text_turn("hello you", 1)).await;
+            assert_eq!(next.status, StatusCode::OK, "{id}, round {round}: {}", next.text());
+        }
+    }
+}
+
+#[tokio::test]
 async fn one_prompt_of_a_list_is_aborted_by_its_own_name() {
     let keys = keys();
     let cluster = start(1, &keys, |_| {}).await;
