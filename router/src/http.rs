@@ -1,26 +1,4 @@
 //! Serves the routes of the router's data port, which clients use.
-//!
-//! `router::run` serves the routes that [`build_routes`] returns. Requests to the engine's routes,
-//! such as `/v1/chat/completions`, are turns (requests for an engine, with their answers) and go to
-//! [`turn`]. The submodules serve the router's own routes:
-//!
-//! - `health`: whether the router can serve turns. `models`: the list of models.
-//! - `engine_info`: what the engines say of themselves.
-//! - `placements`: why a turn went to its worker. `turns`: the last turns that have ended.
-//! - `page`: which part of such a list a request asks for.
-//! - `fleet_sessions`: the sessions of all clients, for admins. `dashboard`: a page that shows all.
-//! - `sessions`: opens, closes, demotes and shows sessions. `workers`: the state of each worker.
-//! - `prepare`: CORS, a slash at the end of the path, compressed bodies. `pages`: keeps web pages
-//!   from driving a router without keys.
-//! - `responses`: stored responses. `aborts`: aborts turns. `announcements`: agents join.
-//! - `waiting`: shows a client that its turn waits.
-//! - `openapi`: describes these routes. `access`: the access log.
-//! - `control`: passes the calls of operators and trainers to the engines.
-//! - `errors`: maps errors to HTTP status codes. No other module of the router knows these.
-//!
-//! Every request but those of `health` first passes a layer that finds out its caller.
-//!
-//! Metrics, health and readiness are on the admin port, which `service::admin` serves.
 
 mod aborts;
 mod access;
@@ -73,18 +51,15 @@ use crate::{
     },
 };
 
-/// The argument through which a handler gets the state that all requests share.
 type SharedState = State<Arc<Shared>>;
 
-/// The argument through which a handler gets the id in the request's path.
 type IdPath = Result<Path<String>, PathRejection>;
 
-/// Returns the id in the request's path, or a refusal if the path can't be decoded.
 fn id(path: IdPath) -> Result<String, Refusal> {
     path.map(|Path(id)| id).map_err(|rejection| errors::path_refusal(&rejection))
 }
 
-/// Builds the HTTP service with all routes. Pages of `listen.cors_origins` may read the answers.
+/// Pages of `listen.cors_origins` may read the answers.
 pub(crate) fn build_routes(shared: Arc<Shared>, listen: &ListenTable) -> Router {
     let pages = Pages::new(Arc::clone(&shared), listen);
     let mut routes = Router::new();
@@ -129,13 +104,11 @@ pub(crate) fn build_routes(shared: Arc<Shared>, listen: &ListenTable) -> Router 
     prepare::wrap(routes, &listen.cors_origins)
 }
 
-/// Whether requests of this kind go to a worker as they are. The router has answers of its own to
-/// the others.
+/// The router has answers of its own to the other kinds.
 fn is_passed_on(kind: Kind) -> bool {
     !matches!(kind, Kind::Models | Kind::Info)
 }
 
-/// Builds the routes that show the fleet and the turns of all callers, for admins alone.
 fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
     Router::new()
         .route("/v1/workers", get(workers::list))
@@ -150,9 +123,8 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
         .route_layer(middleware::from_fn_with_state(Arc::clone(shared), require_admin))
 }
 
-/// Finds out who sends a request, and removes the credential from it. So neither a later step nor
-/// an agent can see the credential. Where neither router nor agent needs one, it can only be the
-/// engine's, and goes there.
+/// Finds out who sends a request, and removes the credential, so that neither a later step nor an
+/// agent sees it. Where neither router nor agent needs one, it can only be the engine's; it stays.
 async fn identify_caller(State(shared): SharedState, mut request: Request, next: Next) -> Response {
     if health::is_health_path(request.uri().path()) {
         return next.run(request).await;
@@ -186,7 +158,6 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
     }
 }
 
-/// Refuses the request of a caller that isn't an admin.
 async fn require_admin(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -199,7 +170,6 @@ async fn require_admin(
     respond(&shared, Err(admin_only_refusal("this route needs a key with admin = true")))
 }
 
-/// Serves a request to one of the engine's routes.
 async fn serve_turn(
     shared: Arc<Shared>,
     caller: Caller,
@@ -227,12 +197,11 @@ async fn serve_turn(
     }
 }
 
-/// Converts an answer or refusal to a response.
 fn respond(shared: &Shared, answer: Result<Response, Refusal>) -> Response {
     answer.unwrap_or_else(|refusal| counted(shared, refusal).into_response())
 }
 
-/// Counts a refusal, and says when to come again in an outage. Only this function counts.
+/// Only this function counts refusals.
 fn counted(shared: &Shared, refusal: Refusal) -> Refusal {
     shared.metrics.count_refusal(refusal.code);
     match refusal.code {

@@ -1,45 +1,8 @@
 //! Runs one turn (a request and its answer), from its request head to its answer.
 //!
-//! `http` calls `run` with each request to one of the engine's routes, and gets the answer or the
-//! reason for a refusal. The steps, in order: read the turn's body, cut out a volatile preamble
-//! (text that a client changes with each request), admit the turn, choose a worker, have a long
-//! prompt computed in stages, and send the turn. A turn is admitted after its body has arrived,
-//! because a client that sends only headers must not hold one of the turns in flight. After a
-//! failure, the turn is sent to another worker only if the first one can't have run it. Refusals
-//! become HTTP responses in `http`, not here.
-//!
-//! - [`request`]: reads what the request says about its session.
-//! - [`session_names`]: the headers by which clients name sessions on their own.
-//! - `hints`: reads what a body hints at: priority, length of the answer, time to keep KV.
-//! - `hinted`: leaves out a session that was only hinted at, where it can't be had.
-//! - `body`: reads the body within the client's share of memory, and keeps it for a second try.
-//! - `reading`: reads a turn from its request, on a blocking thread if its body is long.
-//! - `form`: reads the model of a request that isn't JSON. `model_names`: which model a name means.
-//! - `priority`: bounds the priority that the request asks for.
-//! - `usage`: counts the tokens that turns use.
-//! - `access_log`: writes a line for each request. `spans`: what a turn's trace tells.
-//! - `recorder`: makes the record of a turn's end; `ended`: the last records.
-//! - [`preamble`]: finds the volatile preamble in the request's body.
-//! - `prompt_length`: refuses prompts that fit into no context.
-//! - `cache_isolation`: keeps the KV of different principals apart in the engines' caches.
-//! - `placer`: chooses the worker, binds the session to it, and counts the turn's load there.
-//! - `decide`: the pure decisions about a session, for `placer` and `sessions`.
-//! - `directory`: the status and the worker of each session.
-//! - `staged_prefill`: has a long prompt computed before the turn.
-//! - `proxy`: sends the turn and passes on its answer.
-//! - `pair`: sends both halves of a turn that a prefill and a decode engine run.
-//! - `target`: the workers to which a turn is sent; `agent_body`: the body of their answer.
-//! - `upstream`: the HTTP client for agents.
-//! - `liveness`, `pulses`: notice agents that have stopped answering.
-//! - `responses`: finds the workers of stored responses.
-//! - `aborts`: aborts turns for their clients.
-//! - `control`: passes the calls of operators and trainers to several agents.
-//! - `sessions`: opens, closes and lists sessions.
-//! - `renewal`: renews claims while turns run. `mending`: closes sessions of two agents at one.
-//! - `engine_info`: asks agents what their engines say of themselves.
-//! - `close_guard`: closes a session whose last turn got no answer.
-//! - `shared`: the parts that all requests share.
-//! - `error`: why a turn is refused.
+//! A turn is admitted after its body has arrived, because a client that sends only headers must not
+//! hold one of the turns in flight. A failed turn goes to another worker only if the first one
+//! can't have run it.
 
 pub(crate) mod aborts;
 pub(crate) mod access_log;
@@ -121,7 +84,7 @@ use crate::{
     shares::{Refused, Sharer},
 };
 
-/// Runs one turn of `caller` and returns its answer. Sets `flags` as soon as the turn is read.
+/// Sets `flags` as soon as the turn is read.
 pub(crate) async fn run(
     shared: Arc<Shared>,
     kind: Kind,
@@ -198,7 +161,6 @@ fn is_idempotent(turn: &Turn) -> bool {
     !turn.session.as_ref().is_some_and(changes)
 }
 
-/// Reads the body of a turn, and counts its bytes.
 async fn receive(
     shared: &Shared,
     kind: Kind,
@@ -217,7 +179,6 @@ async fn receive(
     Ok(held_body)
 }
 
-/// Returns the client that the limits of a request count against.
 pub(crate) fn sharer(caller: &Caller, extensions: &Extensions) -> Sharer {
     Sharer::new(caller, extensions.get::<PeerAddress>().map(|peer| peer.0))
 }
@@ -243,7 +204,7 @@ pub(crate) async fn check_key_sessions(
     Err(Error::Limit { limit: Limit::Sessions, refused: Refused::Key })
 }
 
-/// Adds a turn to those that their clients can abort here. `principal` is the turn's sender.
+/// Adds a turn to those that their clients can abort here.
 fn add_unsent(
     shared: &Shared,
     turn: &Turn,
@@ -254,8 +215,7 @@ fn add_unsent(
     shared.unsent_turns.add(principal, names, "", ())
 }
 
-/// Takes what a turn needs while it runs: as many of the turns in flight as it has sequences, and
-/// the tokens of its prompt.
+/// Takes as many of the turns in flight as the turn has sequences, and its prompt's tokens.
 fn admit(
     shared: &Shared,
     kind: Kind,
@@ -282,8 +242,8 @@ fn admit(
 
 /// Refuses a turn before its body is read, if its session is closing or busy with another turn.
 ///
-/// This check saves reading a body in vain, and changes no state. The agent decides later. A turn
-/// that only hints at a closing session runs without it.
+/// Saves reading a body in vain, and changes no state: the agent decides later. A turn that only
+/// hints at a closing session runs without it.
 async fn refuse_early(shared: &Shared, key: &SessionKey, is_hint: bool) -> Result<(), Error> {
     let view = shared.directory.settled_view().await;
     match shared.directory.status(key, &view) {
@@ -293,8 +253,8 @@ async fn refuse_early(shared: &Shared, key: &SessionKey, is_hint: bool) -> Resul
     }
 }
 
-/// Closes a session whose KV is lost, if this turn opens the session again with its full history.
-/// The turn then begins a new session under the same id.
+/// Closes a session whose KV is lost, if this turn opens it again with its full history. The turn
+/// then begins a new session under the same id.
 async fn close_lost_session(shared: &Shared, intent: &SessionIntent) -> Result<(), Error> {
     let SessionStatus::Lost { worker, .. } =
         shared.directory.status_after_reconnect(&intent.key).await
@@ -308,9 +268,7 @@ async fn close_lost_session(shared: &Shared, intent: &SessionIntent) -> Result<(
     Ok(())
 }
 
-/// Sends a turn to its worker. If the worker refuses the turn or can't be reached, sends the turn
-/// to a second worker if there is one. `unsent` says whether the client aborts the turn while no
-/// agent has it.
+/// Sends a turn to its worker, or to a second one if that refuses it or can't be reached.
 async fn send(
     shared: &Shared,
     turn: &Turn,
@@ -358,8 +316,7 @@ async fn send(
     finish(shared, outbound, placed, recorder, capacity, close_guard, worker_answer)
 }
 
-/// Places a turn that its worker refused or didn't get on a second worker, and returns its body
-/// too. `None` if there is no other worker, or if the body has given way.
+/// `None` if there is no other worker, or if the body has given way.
 async fn place_again(
     shared: &Shared,
     turn: &Turn,
@@ -380,15 +337,13 @@ async fn place_again(
     Some((second, body))
 }
 
-/// Returns the answer of a turn that its client aborted during staged prefill. Only turns with one
-/// prompt are in it.
+/// Only turns with one prompt reach staged prefill, so the answer is a single one.
 fn answer_aborted(kind: Kind, turn: &Turn) -> Result<Response, Error> {
     let rid = if let TurnNames::Turn(name) = &turn.names { name } else { "" };
     let wants_stream = turn.wants_stream;
     AbortedTurn { kind, rid, wants_stream, is_single: true }.answer().map_err(Error::Aborted)
 }
 
-/// Makes the client's answer from the worker's answer, or logs and counts why there is none.
 fn finish(
     shared: &Shared,
     outbound: &OutboundTurn,

@@ -1,7 +1,6 @@
 //! Serves `/abort_request`, by which clients abort their turns.
 //!
-//! The route is SGLang's, but a client aborts only its own turns, and an admin everybody's. A turn
-//! is one request and its answer. `turn::aborts` carries out the aborts.
+//! The route is SGLang's, but a client aborts only its own turns, and an admin everybody's.
 
 use axum::{
     extract::{Extension, Request, State},
@@ -15,7 +14,6 @@ use service::refusal::{Code, Refusal};
 use super::{SharedState, respond, sessions::read_body};
 use crate::{auth::Caller, turn::aborts};
 
-/// The most turns that a request may name.
 const RIDS_MAX: usize = 1024;
 
 /// The body of a request. Other members are ignored, as SGLang does.
@@ -26,7 +24,6 @@ struct AbortBody {
     abort_all: Option<bool>,
 }
 
-/// One name, or those of a list of prompts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Rids {
@@ -34,7 +31,6 @@ enum Rids {
     Several(Vec<String>),
 }
 
-/// Aborts the caller's turns that the body names.
 pub(super) async fn abort(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -51,7 +47,7 @@ pub(super) async fn abort(
     respond(&shared, answer)
 }
 
-/// Returns which turns to abort; `None` if the body names none, which SGLang ignores.
+/// `None` if the body names no turn, which SGLang ignores.
 fn read_request(body: AbortBody, caller: &Caller) -> Result<Option<AbortRequest>, Refusal> {
     let principal = (!caller.is_admin).then(|| caller.principal.to_string());
     if body.abort_all == Some(true) {

@@ -19,13 +19,12 @@ use service::{refusal::Refusal, server::PeerAddress};
 use super::SharedState;
 use crate::turn::access_log::AccessEntry;
 
-/// The body of an answer, with the entry of its request. The entry ends with the body.
+/// The entry lives as long as the body.
 struct LoggedBody {
     body: Body,
     entry: Arc<AccessEntry>,
 }
 
-/// Logs a request, if the router has an access log.
 pub(super) async fn log(State(shared): SharedState, mut request: Request, next: Next) -> Response {
     let Some(access_log) = &shared.access_log else { return next.run(request).await };
     let peer = request.extensions().get::<PeerAddress>().map(|peer| peer.0);

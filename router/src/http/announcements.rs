@@ -25,22 +25,17 @@ use crate::{
     discovery::announce::{Announcement, Error, TTL_MAX},
 };
 
-/// The body of an announcement.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct AnnounceBody {
-    /// The agent's id.
     agent_id: String,
-    /// URL of the agent's control port.
     control: String,
-    /// How long the announcement holds.
     ttl_ms: u64,
     /// Whether the agent is about to end.
     #[serde(default)]
     leaving: bool,
 }
 
-/// Takes the announcement of an agent.
 pub(super) async fn announce(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -68,7 +63,6 @@ pub(super) async fn announce(
     respond(&shared, answer.await)
 }
 
-/// Returns the announcement in a body that the caller may send.
 fn read_announcement(caller: &Caller, body: AnnounceBody) -> Result<Announcement, Refusal> {
     let AnnounceBody { agent_id, control, ttl_ms, leaving } = body;
     let authority = control_authority(&control)

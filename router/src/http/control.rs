@@ -1,7 +1,4 @@
 //! Serves the engines' control routes for admins: pauses, flushes and updates of the weights.
-//!
-//! `turn::control` sends a call to the agents. This module reads the body and maps errors, and its
-//! child `merge` makes one answer of the agents' answers.
 
 mod merge;
 
@@ -22,7 +19,6 @@ use crate::{
     turn::{self, body::Compression, control::ControlRequest, shared::Shared},
 };
 
-/// Returns the control routes with their handlers.
 pub(super) fn routes() -> axum::Router<Arc<Shared>> {
     let add = |routes: axum::Router<Arc<Shared>>, route: ControlRoute| {
         routes.route(route.path, handler(route))

@@ -1,12 +1,8 @@
 //! Serves the dashboard on the admin port: a page that shows the fleet and its sessions, live.
 //!
-//! The page's files are in the program; the page loads nothing else and keeps nothing. Its data
-//! come from the routes of admins under `/dashboard/api`, and from a stream of events that has the
-//! list of workers. One task makes that list, at most once a second and only while somebody
-//! watches, and all watchers share it. A watcher that is slow misses lists, never memory.
-//!
-//! The admin port's gate has checked the key, the host and the origin of each request. The stream
-//! ends when its key is taken away.
+//! The page loads nothing from outside the program and keeps nothing. One task makes the list of
+//! workers, at most once a second and only while somebody watches; a slow watcher misses lists. The
+//! admin port's gate has checked each request; a stream ends when its key is taken away.
 
 mod files;
 mod live;
@@ -23,7 +19,6 @@ use self::live::LiveFleet;
 use super::{fleet_sessions, placements, turns, workers};
 use crate::turn::shared::Shared;
 
-/// Starts the task that makes the lists of workers, and returns the dashboard's routes.
 pub(crate) fn start(shared: &Arc<Shared>, tasks: &Tasks) -> Router {
     let live = LiveFleet::start(shared, tasks);
     let api = Router::new()

@@ -1,8 +1,7 @@
 //! Serves what the engines say of themselves: `/model_info`, `/server_info` and `/v1/loads`.
 //!
-//! An engine's own answer has its API keys and the paths of its host. So clients get a list of
-//! harmless fields, from one engine. Admins get the answers of all engines, each under its agent's
-//! name, without the credentials.
+//! An engine's own answer has its API keys and the paths of its host. So clients get harmless
+//! fields of one engine; admins get all engines' answers without the credentials.
 
 use axum::{
     Json,
@@ -20,7 +19,7 @@ use crate::{
     turn::engine_info::{EngineInfoAnswer, ask_all, ask_one},
 };
 
-/// The fields of `/model_info` that any client gets.
+/// Fields of `/model_info` that any client gets.
 const MODEL_FIELDS: [&str; 14] = [
     "architectures",
     "eos_token_id",
@@ -37,7 +36,7 @@ const MODEL_FIELDS: [&str; 14] = [
     "vocab_size",
     "weight_version",
 ];
-/// The fields of `/server_info`, and of its ranks' states, that any client gets.
+/// Fields of `/server_info`, and of its ranks' states, that any client gets.
 const SERVER_FIELDS: [&str; 29] = [
     "attention_backend",
     "avg_spec_accept_length",
@@ -69,14 +68,12 @@ const SERVER_FIELDS: [&str; 29] = [
     "version",
     "weight_version",
 ];
-/// The field with the state of each rank.
 const STATES_FIELD: &str = "internal_states";
-/// The fields whose value may be a path of the engine's host.
+/// Fields whose value may be a path of the engine's host.
 const PATH_FIELDS: [&str; 2] = ["model_path", "tokenizer_path"];
 /// Parts of the names of fields that hold a credential. No answer has them.
 const CREDENTIAL_MARKS: [&str; 4] = ["api_key", "password", "secret", "launch_command"];
 
-/// Answers `/model_info`.
 pub(super) async fn model(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -84,7 +81,6 @@ pub(super) async fn model(
     show(&shared, &caller, "/model_info", &MODEL_FIELDS).await
 }
 
-/// Answers `/server_info`.
 pub(super) async fn server(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -92,14 +88,13 @@ pub(super) async fn server(
     show(&shared, &caller, "/server_info", &SERVER_FIELDS).await
 }
 
-/// Answers `/v1/loads`: the loads of all ranks of all engines, for admins alone.
 pub(super) async fn loads(State(shared): SharedState) -> Response {
     let path = PathAndQuery::from_static("/v1/loads?include=all");
     let answers = ask_all(&shared, path).await;
     Json(merge_loads(answers)).into_response()
 }
 
-/// Answers with one engine's `fields`, or to an admin with the whole answers of all engines.
+/// Answers with one engine's `fields`, or an admin with the whole answers of all engines.
 async fn show(
     shared: &crate::turn::shared::Shared,
     caller: &Caller,
@@ -123,7 +118,6 @@ async fn show(
     }
 }
 
-/// Returns an engine's answer with nothing but `fields`, also in the states of its ranks.
 fn keep_fields(answer: &Value, fields: &[&str]) -> Value {
     let keep = |object: &Value| {
         let members = object.as_object().into_iter().flatten();
@@ -140,7 +134,7 @@ fn keep_fields(answer: &Value, fields: &[&str]) -> Value {
     shown
 }
 
-/// Replaces a path of the engine's host by its last part. A name of a model hub stays.
+/// Shortens a path of the engine's host to its last part. A name of a model hub stays.
 fn hide_paths(object: &mut Map<String, Value>) {
     for field in PATH_FIELDS {
         let Some(Value::String(path)) = object.get_mut(field) else { continue };
@@ -151,8 +145,7 @@ fn hide_paths(object: &mut Map<String, Value>) {
     }
 }
 
-/// Returns the answers of all engines: the first one's fields, as clients of one engine expect
-/// them, and all answers under the names of their agents.
+/// The first engine's fields stand on top, as clients of one engine expect them.
 fn merge(answers: Vec<EngineInfoAnswer>) -> Value {
     let mut agents = Map::new();
     let mut merged = None;
@@ -172,7 +165,6 @@ fn merge(answers: Vec<EngineInfoAnswer>) -> Value {
     merged
 }
 
-/// Returns the loads of all engines' ranks in one list, each with its agent.
 fn merge_loads(answers: Vec<EngineInfoAnswer>) -> Value {
     let (mut loads, mut errors) = (vec![], Map::new());
     for EngineInfoAnswer { agent, answer } in answers {
@@ -194,7 +186,6 @@ fn merge_loads(answers: Vec<EngineInfoAnswer>) -> Value {
     json!({ "loads": loads, "errors": errors })
 }
 
-/// Removes all members of a value that hold a credential, however deep they are.
 fn remove_credentials(value: &mut Value) {
     match value {
         Value::Object(members) => {

@@ -1,9 +1,6 @@
 //! Maps the router's errors to refusals: HTTP status, code, message and retry delay.
 //!
-//! A refusal is an answer that the router itself gives instead of a worker's answer. The handlers
-//! in `http` call this module with errors of `turn`, `placement` and the agents' control ports.
-//! Each message is short and says what to do next. Details go to the log. This module writes no
-//! log: `http` logs and counts the refusals.
+//! Each message is short and says what to do next; details go to the log, which `http` writes.
 
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use proto::{body, claim};
@@ -24,7 +21,6 @@ use crate::{
     },
 };
 
-/// A request whose caller isn't known.
 impl From<auth::Error> for Refusal {
     fn from(error: auth::Error) -> Self {
         match error {
@@ -35,7 +31,6 @@ impl From<auth::Error> for Refusal {
     }
 }
 
-/// A turn that is refused.
 impl From<turn::error::Error> for Refusal {
     fn from(error: turn::error::Error) -> Self {
         use turn::error::Error;
@@ -67,7 +62,6 @@ impl From<turn::error::Error> for Refusal {
     }
 }
 
-/// Returns the code that names a limit.
 fn limit_code(limit: Limit, refused: Refused) -> Code {
     match (limit, refused) {
         // No key has a limit of requests at once.
@@ -83,7 +77,6 @@ fn limit_code(limit: Limit, refused: Refused) -> Code {
     }
 }
 
-/// A request that can't be read.
 impl From<request::Error> for Refusal {
     fn from(error: request::Error) -> Self {
         let code = match error {
@@ -97,7 +90,6 @@ impl From<request::Error> for Refusal {
     }
 }
 
-/// A turn, or the open of a session, that gets no worker.
 impl From<decide::Error> for Refusal {
     fn from(error: decide::Error) -> Self {
         use decide::Error;
@@ -118,7 +110,6 @@ impl From<decide::Error> for Refusal {
     }
 }
 
-/// A session that can't be opened, closed or demoted.
 impl From<sessions::Error> for Refusal {
     fn from(error: sessions::Error) -> Self {
         use sessions::Error;
@@ -134,7 +125,6 @@ impl From<sessions::Error> for Refusal {
     }
 }
 
-/// A turn or session for which placement found no worker.
 impl From<NoWorker> for Refusal {
     fn from(error: NoWorker) -> Self {
         let code = match error {
@@ -150,7 +140,6 @@ impl From<NoWorker> for Refusal {
     }
 }
 
-/// A turn to which the worker gave no answer.
 impl From<NoAnswer> for Refusal {
     fn from(error: NoAnswer) -> Self {
         match error {
@@ -185,13 +174,12 @@ impl From<NoAnswer> for Refusal {
     }
 }
 
-/// Returns the refusal if the worker's data port or control port can't be reached.
 fn unreachable_refusal() -> Refusal {
     Refusal::new(Code::WorkerUnreachable, "the worker can't be reached; try again")
 }
 
-/// Returns the refusal for a gRPC error of an agent's control port. It has the agent's own code. If
-/// the agent sent none, or the code of a later version, it has a general code for the gRPC status.
+/// Keeps the agent's own code. If the agent sent none, or one of a later version, the gRPC status
+/// gives a general code.
 fn agent_refusal(status: &Status) -> Refusal {
     if status.code() == tonic::Code::Unauthenticated {
         // The agent doesn't recognize this router, which its operator has to mend.
@@ -213,25 +201,20 @@ fn agent_refusal(status: &Status) -> Refusal {
     }
 }
 
-/// Returns the refusal of a path that the router doesn't serve.
 pub(super) fn route_unknown_refusal() -> Refusal {
     Refusal::new(Code::RouteUnknown, "no such route; see the API reference")
 }
 
-/// Returns the refusal of a method that the route doesn't have.
 pub(super) fn method_refusal() -> Refusal {
     let message = "this route doesn't support this method; use one that `Allow` lists";
     Refusal::new(Code::MethodNotAllowed, message)
 }
 
-/// Returns the refusal of a path that has no valid id.
 pub(super) fn path_refusal(rejection: &PathRejection) -> Refusal {
     let message = format!("{}; escape the UTF-8 bytes of the id", rejection.body_text());
     Refusal::new(Code::InvalidPath, message)
 }
 
-/// Returns the refusal to explain a turn's placement that this router doesn't know, or has
-/// forgotten.
 pub(super) fn placement_unknown_refusal() -> Refusal {
     Refusal::new(
         Code::PlacementUnknown,
@@ -240,13 +223,11 @@ pub(super) fn placement_unknown_refusal() -> Refusal {
     )
 }
 
-/// Returns the refusal of a body that isn't the JSON expected by a session route.
 pub(super) fn body_refusal(error: &serde_json::Error, bytes: &[u8]) -> Refusal {
     let fault = body::Fault::new(error, bytes);
     Refusal::new(Code::InvalidJson, format!("the body is wrong: {fault}"))
 }
 
-/// Returns the refusal of a query string that the route doesn't take.
 pub(super) fn query_refusal(error: &QueryRejection) -> Refusal {
     Refusal::new(Code::InvalidField, format!("the query is wrong: {error}"))
 }

@@ -1,9 +1,8 @@
 //! Serves `/v1/fleet/sessions`, for operators: the sessions of all clients, as agents report them.
 //!
-//! A session is an ordered list of turns that share a growing prefix. Its digest names it here,
-//! because equal ids of two clients are two sessions. A list of 100,000 sessions helps nobody, so a
-//! request says by which figure the first ones are chosen, and which text they must have. The
-//! sessions that started those come with them, so that a reader can show each below its parent.
+//! Digests name the sessions, because equal ids of two clients are two sessions. A list of 100,000
+//! helps nobody, so requests filter and limit it. Parents of the listed sessions come along, so
+//! that a reader can show each below its parent.
 
 use std::{
     cmp::Ordering,
@@ -39,28 +38,23 @@ use crate::{
     turn::{sessions, shared::Shared},
 };
 
-/// Sessions of an answer if the request names no limit.
 const SESSIONS_DEFAULT: usize = 100;
 
-/// The figure by which the first sessions of a list are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum SessionOrder {
     /// Most resident tokens first.
     #[default]
     Resident,
-    /// Most turns first.
     Turns,
-    /// Those whose last turn ended last.
+    /// The session whose last turn ended last comes first.
     Recent,
-    /// By id.
     Id,
 }
 
 impl SessionOrder {
     pub(super) const ALL: [Self; 4] = [Self::Resident, Self::Turns, Self::Recent, Self::Id];
 
-    /// Compares two sessions in this order.
     fn compare(self, one: &ReportedSession, other: &ReportedSession, now: Instant) -> Ordering {
         let resident = |session: &Session| session.resident_tokens.map(|figure| figure.value);
         let idle = (one.idle(now), other.idle(now));
@@ -75,7 +69,6 @@ impl SessionOrder {
     }
 }
 
-/// The query of a list.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct ListQuery {
@@ -83,11 +76,9 @@ struct ListQuery {
     /// A text in any letter case: a part of a session's id, principal, worker, state or
     /// retention, or its whole digest.
     find: String,
-    /// The most sessions in the answer.
     limit: Option<u32>,
 }
 
-/// Answers with the first sessions by the query's order.
 pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     let query = match Query::<ListQuery>::try_from_uri(&uri) {
         Ok(Query(query)) => query,
@@ -137,8 +128,8 @@ fn to_json(entry: &ReportedSession, view: &Snapshot, now: Instant) -> Value {
     })
 }
 
-/// Returns the sessions that started the listed ones, directly or not, and aren't listed
-/// themselves. At most [`ENTRIES_MAX`].
+/// Returns the unlisted sessions that started the listed ones, directly or not, at most
+/// [`ENTRIES_MAX`].
 fn find_missing_parents<'a>(
     listed: &[&'a ReportedSession],
     all: &'a Sessions,
@@ -165,7 +156,6 @@ fn find_missing_parents<'a>(
     found
 }
 
-/// Whether the session has the lower-case text that the list is filtered by.
 fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
     let session = &entry.session;
     let has_text = |name: &str| name.to_lowercase().contains(text);
@@ -178,7 +168,6 @@ fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
         || session.key.digest().to_string() == text
 }
 
-/// Closes the session whose digest the path names.
 pub(super) async fn close(State(shared): SharedState, path: IdPath) -> Response {
     let closed = async {
         let digest = id(path)?;
@@ -189,7 +178,6 @@ pub(super) async fn close(State(shared): SharedState, path: IdPath) -> Response 
     respond(&shared, closed.await)
 }
 
-/// Demotes the session whose digest the path names.
 pub(super) async fn demote(State(shared): SharedState, path: IdPath) -> Response {
     let demoted = async {
         let digest = id(path)?;
@@ -200,7 +188,6 @@ pub(super) async fn demote(State(shared): SharedState, path: IdPath) -> Response
     respond(&shared, demoted.await)
 }
 
-/// Returns the key of the reported session with this digest.
 async fn find_key(shared: &Arc<Shared>, digest: String) -> Option<SessionKey> {
     let view = shared.directory.settled_view().await;
     let search = move || {

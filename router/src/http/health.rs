@@ -1,7 +1,6 @@
 //! Serves the routes by which load balancers and clients ask whether the router works.
 //!
-//! They need no key and are served while the port has no connection to spare. The routes are those
-//! of SGLang and the usual ones of other servers. The admin port has `/healthz` and `/readyz`.
+//! They need no key, and are served while the port has no connection to spare.
 
 use std::sync::Arc;
 
@@ -21,16 +20,14 @@ use service::{
 use super::{SharedState, respond};
 use crate::{placement::NoWorker, turn::shared::Shared};
 
-/// The routes that answer 200 as long as the process does. All other health routes ask for a worker
+/// Routes that answer 200 as long as the process does. The other health routes ask for a worker
 /// that can take turns, as an engine's own routes ask for its scheduler.
 const LIVE_PATHS: [&str; 3] = ["/live", "/liveness", "/"];
 
-/// Whether a path is a health route.
 pub(super) fn is_health_path(path: &str) -> bool {
     HEALTH_PATHS.contains(&path)
 }
 
-/// Builds the health routes.
 pub(super) fn routes() -> Router<Arc<Shared>> {
     HEALTH_PATHS.iter().fold(Router::new(), |routes, path| {
         let is_live_path = LIVE_PATHS.contains(path);

@@ -21,7 +21,6 @@ use service::clock::now;
 use super::{IdPath, SharedState, id, respond, serve_turn};
 use crate::{auth::Caller, fleet::snapshot::Snapshot, placement::NoWorker, turn::shared::Shared};
 
-/// Answers with the models of the fleet, and with the aliases of the settings.
 pub(super) async fn list(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -41,7 +40,7 @@ pub(super) async fn list(
     Json(json!({ "object": "list", "data": models })).into_response()
 }
 
-/// Answers with one model. Its name may contain slashes, and may stand for another one.
+/// The name may contain slashes, and may stand for another model.
 pub(super) async fn show(State(shared): SharedState, name: IdPath) -> Response {
     let id = match id(name) {
         Ok(name) => name,
@@ -61,7 +60,6 @@ pub(super) async fn show(State(shared): SharedState, name: IdPath) -> Response {
     respond(&shared, Err(NoWorker::Model { model: id, offered }.into()))
 }
 
-/// Returns the names and the aliases of the models of all usable workers, each with the real name.
 fn usable_names<'a>(shared: &'a Shared, view: &'a Snapshot) -> BTreeMap<&'a str, &'a str> {
     let served = usable_engines(view).flat_map(EngineFacts::served_names);
     // A name that an engine serves stands for itself.
@@ -77,7 +75,6 @@ fn usable_engines(view: &Snapshot) -> impl Iterator<Item = &EngineFacts> {
     usable.map(|(.., facts)| &facts.description.engine)
 }
 
-/// Describes a model in the form of an engine's own list. `None` if no usable worker serves it.
 fn describe(id: &str, name: &str, view: &Snapshot) -> Option<Value> {
     // A turn may go to any worker that serves the model, so the smallest context counts.
     let serving = usable_engines(view).filter(|engine| engine.serves(name));

@@ -1,8 +1,6 @@
 //! Serves `GET /openapi.json`: the OpenAPI document of the router's own routes.
 //!
-//! The engine's routes are not in it: their form is the engine's. [`ROUTES`] has the routes, and
-//! `schemas` the forms of requests and answers. A route's refusals are in the document by status,
-//! made from the refusal codes. A test compares [`ROUTES`] with the routes that `http` builds.
+//! The engine's routes are not in it: their form is the engine's.
 
 mod schemas;
 
@@ -18,44 +16,33 @@ use utoipa::openapi::{
     request_body::{RequestBody, RequestBodyBuilder},
 };
 
-/// The path at which the document is served.
 pub(super) const PATH: &str = "/openapi.json";
 
-/// One method of a route.
 struct Route {
     method: HttpMethod,
     path: &'static str,
     summary: &'static str,
     request: Request,
-    /// The successful answers: the status, and the name of the body's schema if there is a body.
+    /// The status, and the name of the body's schema if there is a body.
     answers: &'static [(u16, Option<&'static str>)],
-    /// The refusals of this route besides [`COMMON_REFUSALS`].
+    /// The refusals besides [`COMMON_REFUSALS`].
     refusals: &'static [&'static [Code]],
 }
 
-/// The parts of a request besides a fixed path.
 enum Request {
-    /// Nothing else.
     Plain,
-    /// A JSON body with the schema of this name, and whether it must be there.
+    /// The name of the body's schema, and whether the body must be there.
     Body(&'static str, Required),
-    /// A session's id in the path.
     SessionId,
-    /// A session's digest in the path.
     SessionDigest,
-    /// The order, the filter and the length of a list of sessions, by the query.
     FleetSessions,
-    /// A turn's id in the path.
     TurnId,
-    /// A page of a list, by the query.
     Page,
-    /// A part of a list that grows at its end, by the query.
     RecentPage,
-    /// The same of the list of turns, which can be those of one session.
     RecentTurns,
 }
 
-/// The refusals that every route but those of health may have.
+/// Every route but those of health has these.
 const COMMON_REFUSALS: &[Code] = &[
     Code::Unauthorized,
     Code::ForeignPage,
@@ -65,7 +52,6 @@ const COMMON_REFUSALS: &[Code] = &[
     Code::ConnectionsFull,
     Code::Internal,
 ];
-/// The refusals of a request with a body.
 const BODY: &[Code] = &[
     Code::InvalidJson,
     Code::InvalidField,
@@ -76,9 +62,8 @@ const BODY: &[Code] = &[
     Code::BodyBytesShare,
     Code::BodyBytesInFlight,
 ];
-/// The refusals of a path that has an id.
 const ID: &[Code] = &[Code::InvalidPath];
-/// The refusals of a request that the agent of a session answers.
+/// Refusals of a request that the agent of a session answers.
 const AGENT: &[Code] = &[
     Code::SessionClosing,
     Code::WorkerFull,
@@ -87,7 +72,7 @@ const AGENT: &[Code] = &[
     Code::WorkerFailed,
     Code::WorkerTimeout,
 ];
-/// The refusals of an open. A session can expire before the answer, if its idle time is that short.
+/// A session can expire before the answer to its open, if its idle time is that short.
 const OPEN: &[Code] = &[
     Code::SessionUnknown,
     Code::RetentionUnavailable,
@@ -99,7 +84,6 @@ const OPEN: &[Code] = &[
     Code::OpenFailed,
 ];
 const UNKNOWN: &[Code] = &[Code::SessionUnknown];
-/// The refusals of a demotion.
 const DEMOTION: &[Code] = &[
     Code::SessionUnknown,
     Code::SessionBusy,
@@ -248,13 +232,11 @@ const ROUTES: &[Route] = &[
     },
 ];
 
-/// Answers with the document.
 pub(super) async fn show() -> Response {
     static DOCUMENT: LazyLock<String> = LazyLock::new(build_document);
     ([(header::CONTENT_TYPE, "application/json")], DOCUMENT.as_str()).into_response()
 }
 
-/// Returns the document as JSON.
 #[must_use]
 pub fn build_document() -> String {
     let mut paths = PathsBuilder::new();
@@ -308,7 +290,6 @@ fn describe_health() -> Operation {
     add_refusals(operation, [Code::NoWorker].into_iter()).build()
 }
 
-/// Adds the statuses of these refusals, each with its codes.
 fn add_refusals(
     operation: OperationBuilder,
     codes: impl Iterator<Item = Code>,
@@ -364,7 +345,6 @@ fn parameters_of(request: &Request) -> Vec<Parameter> {
     }
 }
 
-/// Returns the content of a body with the schema of this name.
 fn json_of(schema: &str) -> utoipa::openapi::Content {
     ContentBuilder::new().schema(Some(Ref::from_schema_name(schema))).build()
 }

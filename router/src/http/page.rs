@@ -1,9 +1,8 @@
 //! Reads which part of a list of recent events a request asks for.
 //!
-//! The lists of recent turns and placements grow at their end while a client reads them. A cursor
-//! names a place in such a list: the answer's member `next` is the cursor for the next request. A
-//! cursor of another process, as after a restart, names no place. Then the list begins with the
-//! oldest entry that is kept, so that a reader misses nothing that this process still has.
+//! A cursor names a place in such a list, which grows while a client reads it. A cursor of another
+//! process, as after a restart, names no place. Then the list begins with the oldest entry that is
+//! kept, so that a reader misses nothing that this process still has.
 
 use axum::extract::Query;
 use http::Uri;
@@ -12,38 +11,28 @@ use service::refusal::{Code, Refusal};
 
 use super::errors;
 
-/// Entries of an answer if the request names no limit, and the most.
 const ENTRIES_DEFAULT: usize = 100;
 pub(super) const ENTRIES_MAX: usize = 1000;
 
-/// The query of a list of recent events.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct PageQuery {
-    /// The answer begins after the place that this cursor names.
     after: Option<String>,
-    /// The most entries in the answer.
     limit: Option<u32>,
-    /// Only entries of this session, named by its digest or by its id.
     session: Option<String>,
 }
 
-/// The part of a list that a request asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PageRange {
-    /// The place after which the part begins. `None`: the last entries.
+    /// `None`: the last entries.
     pub(super) after: Option<u64>,
-    /// The most entries: 1 to [`ENTRIES_MAX`].
+    /// 1 to [`ENTRIES_MAX`].
     pub(super) limit: usize,
-    /// The name of the session whose entries are wanted.
     pub(super) session: Option<String>,
 }
 
 impl PageRange {
-    /// Reads the part of a list of this process from a request's query, which names no session.
-    ///
-    /// # Errors
-    /// If the query has other members, or a cursor that is none.
+    /// Refuses a query that names a session.
     pub(super) fn read(uri: &Uri, process_id: u32) -> Result<Self, Refusal> {
         let range = Self::read_of_session(uri, process_id)?;
         match range.session {
@@ -53,9 +42,6 @@ impl PageRange {
     }
 
     /// Like [`Self::read`], for a list of which a query may ask for one session's entries.
-    ///
-    /// # Errors
-    /// If the query has other members, or a cursor that is none.
     pub(super) fn read_of_session(uri: &Uri, process_id: u32) -> Result<Self, Refusal> {
         let Query(PageQuery { after, limit, session }) =
             Query::try_from_uri(uri).map_err(|error| errors::query_refusal(&error))?;
@@ -65,7 +51,6 @@ impl PageRange {
     }
 }
 
-/// Returns the cursor of a place in a list of this process.
 pub(super) fn cursor(place: u64, process_id: u32) -> String {
     format!("{process_id:08x}.{place}")
 }

@@ -1,9 +1,7 @@
 //! Keeps web pages from driving a router that asks for no key.
 //!
-//! A router without keys serves whoever reaches it, and on loopback everyone there is an operator.
-//! But so is each web page that an operator opens: its requests come from the operator's browser.
-//! `service::auth::origin` tells them by their headers. With keys nothing is checked here, as no
-//! page has one.
+//! A router without keys serves whoever reaches it, also web pages in an operator's browser, whose
+//! headers tell them (`service::auth::origin`). With keys nothing is checked, as no page has one.
 
 use std::sync::Arc;
 
@@ -22,13 +20,11 @@ use service::{
 use super::{counted, health};
 use crate::{config::tables::ListenTable, turn::shared::Shared};
 
-/// Which pages may use the router.
 #[derive(Debug, Clone)]
 pub(super) struct Pages {
     shared: Arc<Shared>,
     allowed: Arc<origin::Allowed>,
-    /// Whether a name that no setting allows is an attacker's: on loopback, and where names are
-    /// set.
+    /// Whether a name that no setting allows is an attacker's: on loopback, or if names are set.
     needs_own_name: bool,
 }
 
@@ -59,7 +55,6 @@ impl Pages {
     }
 }
 
-/// Lets a request pass unless a foreign page has sent it.
 pub(super) async fn guard(State(pages): State<Pages>, request: Request, next: Next) -> Response {
     match pages.check(&request) {
         Ok(()) => next.run(request).await,

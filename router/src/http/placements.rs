@@ -1,9 +1,4 @@
 //! Serves the placements: `GET /v1/placements/{turn}` says why a turn went to its worker.
-//!
-//! A turn is one request and its answer. Its id is in the answer's header `x-berth-turn`. The
-//! answer here has the worker, the reason, and the figures of the workers that were compared, once
-//! for each worker that the turn was sent to. `placement::recent` remembers only the last
-//! placements. This module makes JSON of them. `GET /v1/placements` lists them, oldest first.
 
 use axum::{
     Json,
@@ -24,7 +19,6 @@ use crate::{
     placement::{Figures, recent::PlacementRecord},
 };
 
-/// Answers with the placements since the request's cursor, without the compared figures.
 pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     let range = match PageRange::read(&uri, shared.process_id) {
         Ok(range) => range,
@@ -53,7 +47,6 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     Json(json!({ "placements": placements, "next": next })).into_response()
 }
 
-/// Answers with the placements of the turn whose id the path names.
 pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
     let turn_id = match id(path) {
         Ok(turn_id) => turn_id,

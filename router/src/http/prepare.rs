@@ -1,8 +1,7 @@
 //! Prepares requests for the routes: CORS, a slash at the end of the path, compressed bodies.
 //!
-//! `build_routes` puts these layers around all routes. Whoever may not use a route is refused by
-//! the routes themselves. A body is decompressed as the route reads it, so the limit of a body's
-//! size counts decompressed bytes. `turn::body` bounds how much longer a body becomes.
+//! A body is decompressed as the route reads it, so the limit of a body's size counts decompressed
+//! bytes. `turn::body` bounds how much longer a body becomes.
 
 use std::sync::Arc;
 
@@ -27,19 +26,16 @@ use tower_http::{
 use super::{SharedState, respond};
 use crate::turn::body::Compression;
 
-/// The ways to compress a body that the router takes.
 const ENCODINGS: [&str; 4] = ["gzip", "deflate", "br", "zstd"];
-/// Time for which a browser may remember that an origin is allowed.
 const CORS_MAX_AGE: std::time::Duration = std::time::Duration::from_secs(3600);
 
-/// Puts the layers around `routes` that must see a request before its route is known.
-/// `cors_origins` are the origins whose pages may read answers; `*` stands for all.
+/// Adds the layers that must see a request before its route is known. In `cors_origins`, `*` stands
+/// for all.
 pub(super) fn wrap(routes: Router, cors_origins: &[String]) -> Router {
     let app = Router::new().fallback_service(NormalizePath::trim_trailing_slash(routes));
     if cors_origins.is_empty() { app } else { app.layer(cors(cors_origins)) }
 }
 
-/// Returns the layer that answers browsers' questions and marks answers for them.
 fn cors(origins: &[String]) -> CorsLayer {
     let origin = if origins.iter().any(|origin| origin == "*") {
         AllowOrigin::any()
@@ -55,7 +51,6 @@ fn cors(origins: &[String]) -> CorsLayer {
         .max_age(CORS_MAX_AGE)
 }
 
-/// Decompresses the body of a request that says that its body is compressed.
 pub(super) async fn decompress(
     State(shared): SharedState,
     mut request: Request,
@@ -84,7 +79,6 @@ pub(super) async fn decompress(
     }
 }
 
-/// Returns a body of which the bytes are counted as they arrive.
 fn count_bytes(body: Body, compression: Arc<Compression>) -> Body {
     Body::new(body.map_frame(move |frame| {
         compression.count(frame.data_ref().map_or(0, Bytes::len));
@@ -92,17 +86,15 @@ fn count_bytes(body: Body, compression: Arc<Compression>) -> Body {
     }))
 }
 
-/// How a body is compressed.
 #[derive(Debug, PartialEq, Eq)]
 enum Encoding {
     None,
-    /// In a way that has this name.
     Known(&'static str),
     Unknown,
 }
 
 impl Encoding {
-    /// Reads the header, whose words have no letter case.
+    /// The header's words have no letter case.
     fn read(headers: &HeaderMap) -> Self {
         let mut encodings = headers.get_all(header::CONTENT_ENCODING).iter();
         let (first, None) = (encodings.next(), encodings.next()) else { return Self::Unknown };

@@ -1,7 +1,6 @@
 //! Serves the routes of stored responses: `/v1/responses/{id}`.
 //!
-//! The engine that made a response keeps it, and `turn::responses` finds that engine. What SGLang
-//! can't do with a response is refused with the reason.
+//! The engine that made a response keeps it.
 
 use std::sync::Arc;
 
@@ -19,10 +18,8 @@ use crate::{
     turn::{responses, shared::Shared},
 };
 
-/// The paths of functions that have the form of a response's path.
 const ABSENT: [&str; 2] = ["/v1/responses/compact", "/v1/responses/input_tokens"];
 
-/// Builds the routes.
 pub(super) fn routes() -> Router<Arc<Shared>> {
     let one = get(retrieve).delete(|state| refuse(state, "responses can't be deleted"));
     let items = get(|state| refuse(state, "a response's input items can't be listed"));
@@ -49,7 +46,6 @@ async fn retrieve(
     pass_on(state, caller, path, request).await
 }
 
-/// Passes a request on to the engine that has the response.
 async fn pass_on(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -59,8 +55,7 @@ async fn pass_on(
     let answer = async {
         let id = id(path)?;
         let (parts, _) = request.into_parts();
-        // An id that is found has only letters, digits and `_`, so the path is as the client sent
-        // it.
+        // An id that is found has only letters, digits and `_`, so the client's path is right.
         let path = parts.uri.path_and_query().cloned();
         let path = path.unwrap_or_else(|| http::uri::PathAndQuery::from_static("/"));
         let (principal, headers) = (&caller.principal, parts.headers);

@@ -1,8 +1,6 @@
 //! Serves the session routes: `/v1/sessions`, and SGLang's `/open_session` and `/close_session`.
 //!
-//! A session is a sequence of turns (requests and their answers) that share a growing prefix. A
-//! client sees only the sessions of its principal (the name of its key). This module reads the
-//! requests and writes JSON. `turn::sessions` opens, closes, demotes and looks up the sessions.
+//! A client sees only the sessions of its principal.
 
 use std::sync::Arc;
 
@@ -39,7 +37,6 @@ use crate::{
     },
 };
 
-/// The body of `POST /v1/sessions`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct OpenBody {
@@ -48,7 +45,7 @@ struct OpenBody {
     timeout: Value,
 }
 
-/// The body of SGLang's `/open_session`. Other members are ignored.
+/// Other members are ignored, as SGLang does.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct SglangOpenBody {
@@ -57,19 +54,15 @@ struct SglangOpenBody {
     timeout: Value,
 }
 
-/// The body of SGLang's `/close_session`. Other members are ignored.
 #[derive(Debug, Default, Deserialize)]
 struct SglangCloseBody {
     session_id: String,
 }
 
-/// The query of `GET /v1/sessions`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct ListQuery {
-    /// The most sessions in the answer.
     limit: Option<u32>,
-    /// The answer begins with the first session after this id.
     after: Option<String>,
 }
 
@@ -222,7 +215,7 @@ async fn try_sglang_close(
     }
 }
 
-/// Makes the request to open a session. Without an `id`, makes a random one.
+/// Makes a random id if there is none.
 fn build_open_request(
     caller: &Caller,
     id: Option<String>,
@@ -237,19 +230,17 @@ fn build_open_request(
     })
 }
 
-/// Returns a new session id that nobody can guess.
 fn new_session_id() -> String {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).expect("the operating system has random numbers");
     format!("{:032x}", u128::from_be_bytes(bytes))
 }
 
-/// Returns the key of the client's session with this id.
 fn session_key(caller: &Caller, id: String) -> Result<SessionKey, Refusal> {
     Ok(SessionKey::new(&*caller.principal, id).map_err(request::Error::from)?)
 }
 
-/// Reads a JSON body. Returns the default for an empty body if `may_be_empty`.
+/// Returns the default for an empty body if `may_be_empty`.
 pub(super) async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     shared: &Shared,
     caller: &Caller,
@@ -270,7 +261,7 @@ pub(super) async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     parse_object(&held_body.bytes).map_err(|error| errors::body_refusal(&error, &held_body.bytes))
 }
 
-/// Parses a JSON object. Serde would also take an array, as the struct's fields in order.
+/// Refuses an array, which Serde would take as the struct's fields in order.
 fn parse_object<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> serde_json::Result<T> {
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
         return Err(de::Error::invalid_type(Unexpected::Seq, &"an object"));
@@ -278,7 +269,6 @@ fn parse_object<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> serde_json::Resul
     serde_json::from_slice(bytes)
 }
 
-/// Returns a session as JSON for its client.
 fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
     let view = shared.directory.view();
     let worker = view.name(session_view.worker);

@@ -1,7 +1,6 @@
 //! Serves `GET /v1/turns`, for operators: the last turns that have ended, oldest first.
 //!
-//! A turn is one request and its answer. `turn::recorder` records each turn's end. The figures of
-//! tokens are the engine's own: a member is null if the answer has no such figure.
+//! The figures of tokens are the engine's own: null if the answer has none.
 
 use axum::{
     Json,
@@ -20,7 +19,6 @@ use super::{
 };
 use crate::turn::ended::TurnRecord;
 
-/// Answers with the turns that have ended since the request's cursor.
 pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     let range = match PageRange::read_of_session(&uri, shared.process_id) {
         Ok(range) => range,
@@ -40,7 +38,6 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     Json(json!({ "turns": turns, "next": next })).into_response()
 }
 
-/// Whether a session has this id, or this digest.
 fn is_named(key: &SessionKey, name: &str) -> bool {
     key.id() == name || key.digest().to_string() == name
 }

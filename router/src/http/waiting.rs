@@ -1,13 +1,7 @@
 //! Shows the client of a stream that its turn waits, by comments in the stream.
 //!
-//! A turn is one request and its answer. It may wait for a worker: in staged prefill (a long prompt
-//! is computed before its turn), or for room at the agent. [`answer`] waits for the turn. If that
-//! takes long and the client asked for a stream, the client gets the head of a stream, and then
-//! comments until the turn's answer begins. While only comments were sent, the turn may still go
-//! to another worker. If the turn fails, the stream ends with an error event.
-//!
-//! `turn::proxy` adds the comments between the head of a worker's answer and its first event. This
-//! module doesn't know what the turn waits for.
+//! While only comments were sent, the turn may still go to another worker. `turn::proxy` adds the
+//! comments between the head of a worker's answer and its first event.
 
 use std::{
     future::Future as _,
@@ -33,14 +27,11 @@ use crate::turn::{
     shared::TurnFlags,
 };
 
-/// The longest error of an engine that is put into a stream, in bytes. The engine's own errors have
-/// a few hundred bytes.
+/// Limits an engine's error in a stream. The engine's own errors have a few hundred bytes.
 const ERROR_BYTES_MAX: usize = 256 << 10;
 
-/// A turn that runs, until the head of its answer.
 type RunningTurn = Pin<Box<dyn Future<Output = Result<Response, Refusal>> + Send>>;
 
-/// What the form of a late error depends on: the client's API, and the request's id.
 #[derive(Debug)]
 pub(super) struct ErrorForm {
     api: Api,
@@ -48,7 +39,6 @@ pub(super) struct ErrorForm {
 }
 
 impl ErrorForm {
-    /// Takes the form from the head of the request.
     pub(super) fn new(request: &Parts) -> Self {
         // The server has given each request an id.
         let id = request.headers.get("x-request-id").and_then(|id| id.to_str().ok());
@@ -57,8 +47,8 @@ impl ErrorForm {
     }
 }
 
-/// Waits for a turn and returns its answer. If the turn waits for `interval` and is
-/// to be a stream, returns the head of a stream, whose body waits on.
+/// If the turn waits for `interval` and is to be a stream, returns the head of a stream, whose body
+/// waits on.
 pub(super) async fn answer(
     mut turn: RunningTurn,
     flags: &TurnFlags,
@@ -87,15 +77,11 @@ pub(super) async fn answer(
     response
 }
 
-/// The rest of a stream whose turn has ended to wait.
 enum Rest {
-    /// The worker's stream.
     Stream(Body),
-    /// The last events.
     Events(Bytes),
 }
 
-/// Waits for the turn's answer, and makes of it the rest of the stream.
 async fn await_answer(turn: RunningTurn, form: ErrorForm) -> Rest {
     let ErrorForm { api, request_id } = form;
     let response = match turn.await {
@@ -119,24 +105,21 @@ async fn await_answer(turn: RunningTurn, form: ErrorForm) -> Rest {
     })
 }
 
-/// Returns the events of an answer that is one JSON value although its client asked for a stream.
+/// The client asked for a stream, but the answer is one JSON value.
 fn one_event(body: &[u8]) -> Bytes {
     // JSON has line ends only between its tokens, and an event's data has none.
     let text = String::from_utf8_lossy(body).replace(['\r', '\n'], " ");
     format!("data: {text}\n\ndata: [DONE]\n\n").into()
 }
 
-/// Where a [`WaitingBody`] is.
 enum Stage {
     Waiting(Pin<Box<dyn Future<Output = Rest> + Send>>),
     Streaming(Body),
     Ended,
 }
 
-/// The body of a stream whose head was sent before its turn had an answer.
 struct WaitingBody {
     stage: Stage,
-    /// Whether a comment is due now.
     has_comment: bool,
     interval: Duration,
     next_comment: Pin<Box<Sleep>>,

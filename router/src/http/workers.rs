@@ -1,8 +1,6 @@
 //! Serves `GET /v1/workers`, for operators: the state and figures of each worker and its devices.
 //!
-//! A worker is one rank of an SGLang engine. The agent beside the engine reports the figures of its
-//! workers. This module makes JSON of the last reports, which `fleet` holds. Each figure has its
-//! source and its age. The member `unheard` lists the agents that have sent no description yet.
+//! Each figure has its source and its age. `unheard` has agents that sent no description yet.
 
 use std::time::{Duration, Instant};
 
@@ -28,12 +26,10 @@ use crate::{
     turn::shared::Shared,
 };
 
-/// Answers with all workers, and with the agents whose workers are unknown.
 pub(super) async fn list(State(shared): SharedState) -> Response {
     Json(build_list(&shared)).into_response()
 }
 
-/// Returns all workers, and the agents whose workers are unknown, as JSON.
 pub(super) fn build_list(shared: &Shared) -> Value {
     let view = shared.directory.view();
     let now = now();
@@ -148,7 +144,7 @@ fn rank_to_json(rank: &Rank) -> Value {
     })
 }
 
-/// Returns a device with all known values. `report_age_ms` is added to the ages.
+/// `report_age_ms` is added to the device's ages.
 fn device_to_json(device: &Device, report_age_ms: u64) -> Value {
     let mut value = serde_json::to_value(device).expect("plain fields always serialise");
     let fields = value.as_object_mut().expect("a struct is an object");
@@ -173,13 +169,12 @@ fn device_to_json(device: &Device, report_age_ms: u64) -> Value {
     value
 }
 
-/// Returns a ratio, as [`figure_to_json`] does a figure.
 fn ratio_to_json(ratio: Ratio, report_age_ms: u64) -> Value {
     let Ratio { value, source, age_ms } = ratio;
     json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
 }
 
-/// Returns a figure. Its age includes `report_age_ms`, the time since the report arrived.
+/// `report_age_ms`, the time since the report arrived, is added to the figure's age.
 fn figure_to_json(figure: Figure, report_age_ms: u64) -> Value {
     let Figure { value, source, age_ms } = figure;
     json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })

@@ -1,8 +1,7 @@
-//! Aborts turns (one request and its answer each) for the clients that sent them.
+//! Aborts turns for the clients that sent them.
 //!
-//! A turn may wait in this router for staged prefill, or be at any agent, also through another
-//! router. So an abort ends the turns that wait here, and asks all agents that can be reached. The
-//! agents find the turns by the names that the clients gave them: see [`proto::abort`].
+//! A turn may wait here for staged prefill, or be at any agent, also through another router. So an
+//! abort ends the turns that wait here and asks all agents that can be reached.
 
 use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
 
@@ -20,15 +19,10 @@ use super::{
 };
 use crate::fleet::agent::{Agent, Facts};
 
-/// The time limit for an agent's answer. An agent asks its engine for each turn that it aborts,
-/// which takes about a millisecond.
+/// An agent asks its engine for each turn that it aborts, which takes about a millisecond.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// Aborts turns here and at all agents that are connected.
-///
-/// # Errors
-/// If an agent could not be asked, or could not ask its engine. The other agents were asked all the
-/// same, and the request may be sent again.
+/// After an error the other agents were asked all the same, and the request may be sent again.
 pub(crate) async fn abort(shared: &Shared, request: &AbortRequest) -> Result<(), NoAnswer> {
     // The turns see for themselves that they are aborted.
     let _ = shared.unsent_turns.abort(request);

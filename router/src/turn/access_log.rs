@@ -1,10 +1,8 @@
 //! Writes one line of JSON for each request to the data port, if the settings name a file for it.
 //!
-//! `http` makes an [`AccessEntry`] when a request arrives. The entry goes with the request and with
-//! its answer, and each layer adds what it knows: the caller, the status, the turn's record. The
-//! last holder's drop hands the line to a thread, so that no request waits for a disk. Lines that
-//! the thread can't write soon enough are dropped and counted. A line has no prompt, no answer, no
-//! query string and no session id: a session appears as its digest.
+//! The entry goes with the request and its answer; its last holder's drop hands the line to a
+//! thread, so that no request waits for a disk. Lines that the thread can't write soon enough are
+//! dropped and counted. A line has no prompt, answer, query string or session id, only a digest.
 
 use std::{
     fs::OpenOptions,
@@ -24,22 +22,20 @@ use tracing::warn;
 
 use super::ended::TurnRecord;
 
-/// The most lines that wait for the thread. A line takes up to a KiB. At 5,000 requests a second a
-/// disk may hang for almost two seconds.
+/// A line takes up to a KiB. At 5,000 requests a second a disk may hang for almost two seconds.
 const LINES_MAX: usize = 8_192;
 
-/// The longest wait at the router's end for the lines that are not written yet. A reader of
-/// standard output that has stopped must not keep the router from ending.
+/// A reader of standard output that has stopped must not keep the router from ending.
 const LAST_LINES_TIME_MAX: Duration = Duration::from_secs(2);
 
-/// The access log of a router. Clones write to the same file.
+/// Clones write to the same file.
 #[derive(Debug, Clone)]
 pub(crate) struct AccessLog {
     messages: SyncSender<Message>,
     dropped: Counter,
 }
 
-/// The end of an access log. Its drop waits until the lines are written, but not for long.
+/// Its drop waits until the lines are written, but not for long.
 #[derive(Debug)]
 pub(crate) struct LogEnd {
     messages: SyncSender<Message>,
@@ -53,7 +49,6 @@ enum Message {
     End,
 }
 
-/// One request, as far as it is known. Dropped with its answer.
 #[derive(Debug)]
 pub(crate) struct AccessEntry {
     arrived_at: Instant,
@@ -62,11 +57,10 @@ pub(crate) struct AccessEntry {
     log: AccessLog,
 }
 
-/// A line of the log. Members that are unknown are left out. Its many fields: the line is flat.
+/// Unknown members are left out. Its many fields: the line is flat.
 #[derive(Debug, Default, Serialize)]
 #[serde(default)]
 struct AccessLine {
-    /// When the request arrived, in milliseconds since 1970.
     time_unix_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<IpAddr>,
@@ -78,7 +72,6 @@ struct AccessLine {
     /// `None` if the client left before an answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     status: Option<u16>,
-    /// Why Berth itself refused the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     refusal: Option<&'static str>,
     response_bytes: u64,
@@ -88,8 +81,7 @@ struct AccessLine {
     turn: Option<TurnMembers>,
 }
 
-/// What a placed turn adds to its line. The names are those of `GET /v1/turns`. Its many fields:
-/// the line is flat.
+/// The names are those of `GET /v1/turns`. Its many fields: the line is flat.
 #[derive(Debug, Serialize)]
 struct TurnMembers {
     turn: String,
@@ -109,10 +101,7 @@ struct TurnMembers {
 }
 
 impl AccessLog {
-    /// Starts the log. `path` is a file, to which lines are added, or `-` for standard output.
-    ///
-    /// # Errors
-    /// If the file can't be opened, or the thread can't be created.
+    /// Lines are added to the file `path`; `-` is standard output.
     pub(crate) fn start(path: &Path, registry: &mut Registry) -> io::Result<(Self, LogEnd)> {
         let target: Box<dyn Write + Send> = if path == Path::new("-") {
             Box::new(io::stdout())
@@ -137,7 +126,6 @@ impl AccessLog {
         Ok((Self { messages, dropped }, end))
     }
 
-    /// Makes the entry of a request that has just arrived.
     pub(crate) fn entry(&self, peer: Option<IpAddr>, method: &Method, path: &str) -> AccessEntry {
         let line = AccessLine {
             time_unix_ms: unix_ns() / 1_000_000,
@@ -160,22 +148,18 @@ impl Drop for LogEnd {
 }
 
 impl AccessEntry {
-    /// Adds who sends the request.
     pub(crate) fn set_principal(&self, principal: &str) {
         self.change(|line| line.principal = Some(principal.to_owned()));
     }
 
-    /// Adds the head of the answer.
     pub(crate) fn set_answer(&self, status: u16, refusal: Option<&'static str>) {
         self.change(|line| (line.status, line.refusal) = (Some(status), refusal));
     }
 
-    /// Counts a part of the answer's body.
     pub(crate) fn add_bytes(&self, bytes: usize) {
         self.change(|line| line.response_bytes += bytes as u64);
     }
 
-    /// Adds the record of the request's turn.
     pub(super) fn set_turn(&self, record: &TurnRecord) {
         self.change(|line| line.turn = Some(record.into()));
     }
@@ -217,8 +201,8 @@ impl From<&TurnRecord> for TurnMembers {
     }
 }
 
-/// Writes lines until the log ends. Flushes whenever no line waits. Takes the receiver, so that a
-/// line that comes after the end is refused and counted.
+/// Flushes whenever no line waits. Takes the receiver, so that a line that comes after the end is
+/// refused and counted.
 fn write_lines(received: Receiver<Message>, mut target: impl Write, dropped: &Counter) {
     let mut has_failed = false;
     let mut note = |result: io::Result<()>| {

@@ -13,29 +13,23 @@ use hyper::body::Incoming;
 
 use self::logprobs::LogprobMerger;
 
-/// The body of an agent's answer.
 #[derive(Debug)]
 pub(crate) struct AgentBody {
-    /// Bytes that were read before.
     first: Option<Bytes>,
-    /// What comes from the agent. `None` after its end.
+    /// `None` after its end.
     rest: Option<Incoming>,
-    /// Adds the log probabilities of the prompt.
     merger: Option<LogprobMerger>,
 }
 
 impl AgentBody {
-    /// Returns a body that is passed on as it comes.
     pub(super) fn plain(body: Incoming) -> Self {
         Self { first: None, rest: Some(body), merger: None }
     }
 
-    /// Returns a body that was read to its end.
     pub(super) fn whole(bytes: Bytes) -> Self {
         Self { first: Some(bytes).filter(|bytes| !bytes.is_empty()), rest: None, merger: None }
     }
 
-    /// Returns a body whose first bytes were read.
     pub(super) fn begun(
         first: Option<Bytes>,
         rest: Incoming,
@@ -44,7 +38,6 @@ impl AgentBody {
         Self { first, rest: Some(rest), merger }
     }
 
-    /// Returns the next frame as it came.
     fn poll_raw(
         &mut self,
         context: &mut Context<'_>,

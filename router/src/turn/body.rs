@@ -1,10 +1,8 @@
 //! Reads request bodies within each client's share of memory, and keeps them for a second try.
 //!
-//! A turn may be sent to a second worker if the first one refuses it, so its body is kept until the
-//! answer begins. For a turn that isn't streamed, that is when the whole answer is there. But once
-//! the HTTP client has sent the body, the copy kept here is only for that second try. So a sent
-//! body gives way, oldest first, to any body that finds no memory. Its turn is then not retried:
-//! the client gets the first worker's refusal.
+//! A turn may go to a second worker, so its body is kept until the answer begins: the whole answer,
+//! if it isn't streamed. Once the HTTP client has sent a body, the copy gives way, oldest first, to
+//! any body that finds no memory. Its turn is then not retried.
 
 mod text_meter;
 
@@ -26,23 +24,20 @@ use self::text_meter::TextMeter;
 use super::error::{Error, Limit};
 use crate::shares::{Refused, Share, SharedPool, Sharer};
 
-/// Bodies take memory in steps of this many bytes, so that the pool is asked rarely.
+/// Bodies take memory in such steps, so that the pool is asked rarely.
 const STEP_BYTES: u64 = 4 * 1024;
-/// Most bytes of text in a body per token of the context. The longest tokens of common vocabularies
-/// are runs of 128 spaces; prose and code have 4 bytes per token, and 6 for each byte if a client
-/// escapes all of them.
+/// The longest tokens of common vocabularies are runs of 128 spaces; prose and code have 4 bytes
+/// per token, and 6 for each byte if a client escapes all of them.
 const TEXT_BYTES_PER_TOKEN: usize = 64;
-/// A body up to this size is never refused for its text. It leaves room for tools and metadata.
+/// A body up to this size is never refused for its text, which leaves room for tools and metadata.
 const TEXT_BYTES_MIN: usize = 1 << 20;
-/// A compressed body may become this many times longer. Histories of agents become 30 times longer
-/// at most, and white space a million times.
+/// Histories of agents become 30 times longer at most, and white space a million times.
 const DECOMPRESSED_RATIO_MAX: usize = 100;
-/// A body may be decompressed to this size, however short it was.
+/// A body may always be decompressed to this size, however short it was.
 const DECOMPRESSED_BYTES_MIN: usize = 1 << 20;
-/// Number of remembered sent bodies at which those that are gone are first removed.
+/// At this many remembered bodies, those that are gone are first removed.
 const SENT_BODIES_MIN: usize = 64;
 
-/// Reads bodies, and knows which of them may give way.
 #[derive(Debug)]
 pub(crate) struct Bodies {
     pool: Arc<SharedPool>,
@@ -50,49 +45,41 @@ pub(crate) struct Bodies {
     sent: Arc<Mutex<SentBodies>>,
 }
 
-/// The way of a compressed body. It is among the extensions of its request.
+/// How a compressed body arrives; among the extensions of its request.
 #[derive(Debug, Default)]
 pub(crate) struct Compression {
-    /// The bytes that have come from the client.
     received_bytes: AtomicUsize,
 }
 
 impl Compression {
-    /// Returns the way of a request's body if the body is decompressed.
+    /// `None` if the body isn't decompressed.
     pub(crate) fn find(extensions: &Extensions) -> Option<&Self> {
         extensions.get::<Arc<Self>>().map(|compression| &**compression)
     }
 
-    /// Counts bytes that have come from the client.
     pub(crate) fn count(&self, bytes: usize) {
         self.received_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns the most bytes to which those that have come may be decompressed.
     fn bytes_max(&self) -> usize {
         let received_bytes = self.received_bytes.load(Ordering::Relaxed);
         received_bytes.saturating_mul(DECOMPRESSED_RATIO_MAX).max(DECOMPRESSED_BYTES_MIN)
     }
 }
 
-/// The sent bodies that are kept for a second try, oldest first.
+/// Oldest first.
 #[derive(Debug, Default)]
 struct SentBodies {
     queue: VecDeque<Weak<RetryBody>>,
-    /// The length of the queue at which bodies that are gone are removed next.
     cleanup_at: usize,
 }
 
-/// A body that holds its share of memory.
 #[derive(Debug)]
 pub(crate) struct HeldBody {
-    /// The bytes as received, or as changed.
     pub(crate) bytes: Bytes,
-    /// Returns to the pool on drop.
     _share: Share,
 }
 
-/// The body of a turn, which can be sent twice unless it has given way.
 #[derive(Debug)]
 pub(crate) struct RetryBody {
     /// `None` after the body has given way.
@@ -101,17 +88,13 @@ pub(crate) struct RetryBody {
 }
 
 impl Bodies {
-    /// Makes a reader of bodies of at most `body_bytes_max` bytes, which take memory from `pool`.
     pub(crate) fn new(pool: Arc<SharedPool>, body_bytes_max: usize) -> Self {
         Self { pool, body_bytes_max, sent: Arc::default() }
     }
 
-    /// Reads a body to its end. `compression` is there if it is decompressed on its way.
-    /// `context_tokens` returns the longest context of any worker: a longer prompt is refused as
-    /// soon as so much of it has arrived.
-    ///
-    /// # Errors
-    /// If the body is too large, incomplete or slow, grows too much, or finds no memory.
+    /// `compression` is there if the body is decompressed on its way. A prompt longer than
+    /// `context_tokens`, the longest context of any worker, is refused as soon as so much has
+    /// arrived.
     pub(crate) async fn read<B>(
         &self,
         body: B,
@@ -154,7 +137,6 @@ impl Bodies {
         Ok(HeldBody { bytes, _share: share })
     }
 
-    /// Makes the body of a turn that may be sent twice.
     pub(crate) fn keep(&self, held_body: HeldBody) -> Arc<RetryBody> {
         struct Owner(HeldBody);
         impl AsRef<[u8]> for Owner {
@@ -167,7 +149,7 @@ impl Bodies {
         Arc::new(RetryBody { bytes: Mutex::new(Some(bytes)), sent: Arc::clone(&self.sent) })
     }
 
-    /// Takes memory for a body. If there is none, sent bodies give way.
+    /// If there is no memory, sent bodies give way.
     fn grow(&self, share: &mut Share, bytes: u64) -> Result<(), Refused> {
         loop {
             let Err(refused) = share.grow(bytes) else { return Ok(()) };
@@ -188,7 +170,6 @@ impl SentBodies {
         self.queue.push_back(body);
     }
 
-    /// Removes and returns the oldest body that isn't gone.
     fn pop(&mut self) -> Option<Arc<RetryBody>> {
         while let Some(body) = self.queue.pop_front() {
             if let Some(body) = body.upgrade() {
@@ -200,13 +181,11 @@ impl SentBodies {
 }
 
 impl HeldBody {
-    /// Replaces the bytes by the result of `change`, which must not be longer than them by more
-    /// than a few bytes.
+    /// The result may be longer than the bytes by a few bytes only.
     pub(crate) fn change(&mut self, change: impl FnOnce(Bytes) -> Bytes) {
         self.bytes = change(std::mem::take(&mut self.bytes));
     }
 
-    /// Returns the memory that the body takes from its pool, in bytes.
     #[cfg(test)]
     fn held_bytes(&self) -> u64 {
         self._share.units()
@@ -214,13 +193,11 @@ impl HeldBody {
 }
 
 impl RetryBody {
-    /// Returns the bytes, or `None` after they have given way.
     pub(crate) fn bytes(&self) -> Option<Bytes> {
         self.bytes.lock().clone()
     }
 
-    /// Returns the bytes for one request. When the HTTP client has dropped them, they are sent, and
-    /// this body may give way.
+    /// The bytes count as sent when the HTTP client drops them. Then this body may give way.
     pub(crate) fn bytes_to_send(self: &Arc<Self>) -> Option<Bytes> {
         struct Sending {
             bytes: Bytes,
@@ -242,7 +219,7 @@ impl RetryBody {
     }
 }
 
-/// Returns the most bytes of a body that can fit into a context without media.
+/// Media in the body don't count.
 fn text_bytes_max(context_tokens: u64) -> usize {
     let tokens = usize::try_from(context_tokens).unwrap_or(usize::MAX);
     tokens.saturating_mul(TEXT_BYTES_PER_TOKEN).max(TEXT_BYTES_MIN)

@@ -1,12 +1,8 @@
 //! Keeps the KV of different principals apart in the engines' caches.
 //!
-//! An engine shares the KV of equal prefixes among all requests, and says how many tokens were
-//! cached. So a client could find out by guessing what others have sent. With a *salt*, an engine
-//! shares KV only among requests with the same salt. This module puts a salt of the principal into
-//! each body, by byte range. `prompt` reads the salted body, so the router's block ids have the
-//! salt, too.
-//!
-//! This module is pure. It doesn't decide whether caches are isolated.
+//! An engine shares the KV of equal prefixes among all requests with the same salt, and says how
+//! many tokens were cached. So without salts a client could find out by guessing what others have
+//! sent. `prompt` reads the salted body, so that the router's block ids have the salt, too. Pure.
 
 use std::fmt::Write as _;
 
@@ -18,15 +14,11 @@ use sha2::{Digest as _, Sha256};
 
 use super::request::Error;
 
-/// The member of a body by which the engine keeps KV apart.
 const SALT_KEY: &str = "cache_salt";
-/// Makes the salts of this module differ from other hashes of the same texts.
+/// Keeps the salts apart from other hashes of the same texts.
 const DOMAIN: &[u8] = b"berth cache isolation v1\0";
 
-/// Checks that the engine can keep apart what it caches of requests of this kind.
-///
-/// # Errors
-/// If the route's requests have no salt, but leave KV in the engine's cache.
+/// Refuses routes whose requests have no salt, but leave KV in the engine's cache.
 pub(crate) fn check_kind(kind: Kind) -> Result<(), Error> {
     match kind {
         Kind::Generate | Kind::Chat | Kind::Completions | Kind::Responses => Ok(()),
@@ -35,11 +27,8 @@ pub(crate) fn check_kind(kind: Kind) -> Result<(), Error> {
     }
 }
 
-/// Returns the body with the salt of `principal` in it. A salt of the client becomes part of the
-/// new one, so the client can still keep its own requests apart.
-///
-/// # Errors
-/// If the client's salt isn't a string.
+/// A salt of the client becomes part of the new one, so the client can still keep its own requests
+/// apart.
 pub(crate) fn add_salt(object: &Object<'_>, principal: &str) -> Result<Vec<u8>, Error> {
     let client_salt: Option<String> = match object.get(SALT_KEY) {
         None => None,
@@ -53,8 +42,7 @@ pub(crate) fn add_salt(object: &Object<'_>, principal: &str) -> Result<Vec<u8>, 
     Ok(body::assemble(object.bytes(), &object.rewrite(&[SALT_KEY]), &member))
 }
 
-/// Returns the salt of a principal and of the client's own salt, which may be empty: 32 hex digits.
-/// Every router makes the same salt.
+/// Returns 32 hex digits, which are the same at every router. `client_salt` may be empty.
 fn make_salt(principal: &str, client_salt: &str) -> String {
     let mut hasher = Sha256::new();
     hasher.update(DOMAIN);

@@ -7,11 +7,11 @@ use proto::id::SessionKey;
 use super::{request::Turn, sessions::SessionService, shared::Shared};
 use crate::fleet::worker::WorkerRef;
 
-/// Closes a session if the turn that would close it gets no answer, because perhaps no agent
-/// received the turn. After an answer, the agent closes the session itself.
+/// Perhaps no agent received a turn that gets no answer. After an answer, the agent closes the
+/// session itself.
 pub(super) struct CloseGuard {
     sessions: Arc<SessionService>,
-    /// The session to close, and its worker. `None` if the turn doesn't close its session.
+    /// `None` if the turn doesn't close its session.
     session: Option<(SessionKey, WorkerRef)>,
 }
 
@@ -27,14 +27,13 @@ impl CloseGuard {
         }
     }
 
-    /// Records that the turn is now sent to `worker`, which then also has its session.
+    /// The session follows its turn to `worker`.
     pub(super) fn move_to(&mut self, worker: WorkerRef) {
         if let Some((_, session_worker)) = &mut self.session {
             *session_worker = worker;
         }
     }
 
-    /// Records that the answer has come.
     pub(super) fn disarm(mut self) {
         self.session = None;
     }

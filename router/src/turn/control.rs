@@ -1,13 +1,9 @@
 //! Sends a control call of an admin to several agents at once.
 //!
-//! A trainer pauses engines, replaces their weights and lets them go on through the router. A call
-//! goes to all agents, or to those that the caller names. Each agent sends it to its engine and
-//! knows what it does there. `http::control` makes one answer of all.
-//!
 //! The caller names agents, or workers of theirs, in the header `x-berth-workers` or the query
-//! parameter `workers`, separated by commas. With `per_worker=1`, the body is an object that has a
-//! body for each name, and the call goes to the agents named there. All other parameters go to the
-//! engines. `http` has checked that the caller is an admin.
+//! parameter `workers`, separated by commas; without a name a call goes to all. With `per_worker=1`
+//! the body is an object with a body for each name. All other parameters go to the engines. `http`
+//! has checked that the caller is an admin.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -25,33 +21,26 @@ use super::{
 };
 use crate::fleet::{agent::Facts, snapshot::Snapshot};
 
-/// The header that names agents or workers, separated by commas.
 const WORKERS: HeaderName = HeaderName::from_static("x-berth-workers");
-/// The most agents that are called at the same time. An answer may have megabytes.
+/// An answer may have megabytes.
 const CALLS_MAX: usize = 64;
-/// The most bytes of one agent's answer. An engine's answer has kilobytes.
+/// An engine's answer has kilobytes.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// Why a control call is not sent.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// No agent is known.
     #[error("no agent is known yet; try again")]
     NoAgent,
-    /// The caller names an agent or a worker that doesn't exist.
     #[error("there is no worker {name:?}; there are: {known}")]
     UnknownWorker {
-        /// The name.
         name: String,
         /// The names of all agents.
         known: String,
     },
-    /// The body doesn't have a body for each worker.
     #[error("with per_worker=1 the body must be an object of one body for each worker: {0}")]
     Bodies(#[source] serde_json::Error),
 }
 
-/// A control call, as the admin sent it.
 #[derive(Debug)]
 pub(crate) struct ControlRequest {
     pub(crate) method: Method,
@@ -60,7 +49,6 @@ pub(crate) struct ControlRequest {
     pub(crate) body: Bytes,
 }
 
-/// What one agent answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct AgentAnswer {
     pub(crate) status: http::StatusCode,
@@ -68,29 +56,25 @@ pub(crate) struct AgentAnswer {
     pub(crate) body: Bytes,
 }
 
-/// Why an agent gave no answer. The message is for the caller.
+/// The messages are for the caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum CallError {
-    /// The time limit of turns has passed.
     #[error("it did not answer within turn_ms_max; look at its weights in GET /v1/workers")]
     Late,
-    /// The agent can't be reached, or has broken off.
     #[error("its agent can't be reached: {0}")]
     Unreachable(String),
 }
 
-/// What each agent answered, by name.
+/// By the agent's name.
 pub(crate) type Answers = BTreeMap<String, Result<AgentAnswer, CallError>>;
 
-/// The call to one agent.
 struct AgentCall {
-    /// The agent's place in the snapshot of the fleet.
+    /// Place in the snapshot of the fleet.
     agent: usize,
     name: String,
     body: Bytes,
 }
 
-/// The query of a control call.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct ControlQuery {
     workers: Option<String>,
@@ -118,7 +102,6 @@ impl ControlQuery {
     }
 }
 
-/// Sends a control call to its agents. Returns the answers by agent.
 pub(crate) async fn run(shared: &Shared, request: ControlRequest) -> Result<Answers, Error> {
     let view = shared.directory.settled_view().await;
     let query = ControlQuery::read(request.uri.query().unwrap_or_default());
@@ -144,7 +127,6 @@ pub(crate) async fn run(shared: &Shared, request: ControlRequest) -> Result<Answ
     Ok(running.join_all().await.into_iter().collect())
 }
 
-/// Returns the calls to make: one for each agent that is named, or for all.
 fn choose_calls(
     view: &Snapshot,
     request: &ControlRequest,
@@ -177,7 +159,7 @@ fn choose_calls(
     Ok(bodies.into_iter().map(call).collect())
 }
 
-/// Returns the agent with this name, or of the worker with this name.
+/// A worker's name stands for its agent.
 fn find_agent(view: &Snapshot, name: &str) -> Result<usize, Error> {
     let agents = || view.known_agents().map(|(agent, known)| (agent, known.name()));
     let is_rank = |rank: &str| rank.bytes().all(|byte| byte.is_ascii_digit());
@@ -208,7 +190,6 @@ fn agent_request(
     message
 }
 
-/// Calls one agent, and reads its answer.
 async fn call(
     upstream: &UpstreamClient,
     agent: usize,

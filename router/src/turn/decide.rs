@@ -1,12 +1,8 @@
 //! Decides which worker gets a session's turn, and binds the session. Pure.
 //!
-//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. `placement` compares the workers; this module gives it what is known of the session.
-//!
-//! The affinity table binds sessions to workers. `placer` and `sessions` call this module in one
-//! step on that table, which reads a session's status, chooses the worker and binds the session. So
-//! concurrent first turns of a session get one worker. What else a decision needs are values and
-//! snapshots, so that it takes no lock.
+//! `placer` and `sessions` call this module in one step on the affinity table, which reads a
+//! session's status, chooses the worker and binds the session. So concurrent first turns of a
+//! session get one worker. All other inputs are values and snapshots, so that no lock is taken.
 
 mod open;
 
@@ -34,114 +30,98 @@ use crate::{
     residency::block_locator::{BlockLocator, TurnBlocks},
 };
 
-/// Why a turn, or the open of a session, gets no worker. Each message is for the client.
+/// The messages are for the client.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// No worker can take the turn or the session.
     #[error(transparent)]
     NoWorker(#[from] NoWorker),
-    /// The affinity table has no room for the session.
     #[error(transparent)]
     SessionsFull(#[from] TableFull),
-    /// A delta turn (its body has only the new tokens) names a session that is not open.
+    /// The turn's body has only the new tokens.
     #[error(
         "this turn is a delta, but no session is open under its id; open the session first with \
          POST /v1/sessions, or send the full history not marked as a delta"
     )]
     DeltaWithoutHistory,
-    /// The session takes one turn at a time, and a turn is running.
     #[error(
         "this session takes one turn at a time and a turn is running; send this turn when that one \
          has ended"
     )]
     SessionBusy,
-    /// So many turns of a session that its client only hinted at run at once that the name isn't
-    /// that of one conversation.
+    /// So many turns at once show that the hinted name isn't that of one conversation.
     #[error(
         "{TURNS_AT_ONCE_MAX} turns of this session run at once; open the session if it is one \
          conversation, or leave its name out"
     )]
     Crowded,
-    /// The session of the turn, or the session to open, is closing.
     #[error("this session is closing; wait until its last turn has ended, then open it again")]
     Closing,
-    /// The session's agent restarts, and its successor may take up the session.
+    /// The agent's successor may take up the session.
     #[error("the agent of worker {worker} restarts and may keep this session; try again")]
     AgentRestarts {
         /// Name of the worker that has the session.
         worker: String,
     },
-    /// The session can't leave its worker, and the turn's previous response is on another.
     #[error(
         "this session must stay on worker {session_worker}, but the previous response is at agent \
          {response_agent}; leave previous_response_id or the session out, and send the full history"
     )]
     ResponseElsewhere {
-        /// Name of the worker that has the session.
         session_worker: String,
         /// Name of the agent that has the response.
         response_agent: String,
     },
-    /// The session's KV and history were on a worker that has lost them or can't be reached.
     #[error(
         "the session's KV and history were on worker {worker}, {}; open the session again and send \
          the full history",
         if *.agent_up { "whose engine or agent restarted" } else { "which can't be reached" }
     )]
     SessionLost {
-        /// Name of the worker that had the session.
         worker: String,
         /// Whether the agent is connected.
         agent_up: bool,
     },
 }
 
-/// The most turns at once of a session that its client only hinted at. A coding agent asks for a
-/// title and suggests a next message beside its main turn. Some clients send one constant name with
-/// all they do, and their turns have nothing in common that would keep them on one worker.
+/// Bounds sessions that were only hinted at. A coding agent asks for a title and suggests a next
+/// message beside its main turn. Some clients send one constant name with all they do, and nothing
+/// in common would keep their turns on one worker.
 const TURNS_AT_ONCE_MAX: u32 = 4;
 
-/// Rough number of bytes per token in a request body, which is JSON with prose and code.
+/// A rough figure, for JSON with prose and code.
 const BYTES_PER_TOKEN: u64 = 4;
 
-/// What a decision reads of a turn, and of everything around the turn but its session.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TurnFacts<'a> {
     pub(super) turn: &'a Turn,
     pub(super) turn_id: u64,
     pub(super) view: &'a Snapshot,
-    /// Asked only questions that it answers without a lock.
+    /// Answers the questions asked here without a lock.
     pub(super) block_locator: &'a BlockLocator,
-    /// A worker to prefer, and why.
     pub(super) prefer: Option<(WorkerRef, Reason)>,
-    /// The worker of the turn that first had the session's name, if that turn ran without the
-    /// session.
+    /// Where the turn ran that first had the session's name, if it ran without the session.
     pub(super) seen_on: Option<WorkerRef>,
-    /// The blocks of the prompt. `None` if the prompt isn't read, or if no blocks can be made of
-    /// it.
+    /// `None` if the prompt isn't read, or if no blocks can be made of it.
     pub(super) blocks: Option<&'a TurnBlocks>,
-    /// The conversations without a name. `None` for a turn with a session.
+    /// `None` for a turn with a session.
     pub(super) conversations: Option<&'a Conversations>,
 }
 
-/// A turn of a session that the affinity table counts on the worker of `placement`.
+/// The affinity table counts the turn on the worker of `placement`.
 #[derive(Debug)]
 pub(super) struct SessionDecision {
     pub(super) placement: Placement,
-    /// Whether another worker may take the turn instead.
     pub(super) can_move: bool,
-    /// The worker from which the turn moves its session, if it could have stayed there.
+    /// Set if the session could have stayed there.
     pub(super) old_worker: Option<WorkerRef>,
-    /// The retention with which the turn opens its session on the worker. `None` if the worker has
-    /// the session, or learns of it as of any other.
+    /// `None` if the worker has the session, or learns of it as of any other.
     pub(super) reopen_as: Option<Retention>,
     /// What to ask other routers before the turn is sent. `None` if they know the session.
     pub(super) wish: Option<Wish>,
 }
 
 impl<'a> TurnFacts<'a> {
-    /// Returns the request to place the turn as if it had no session: by the conversation that its
-    /// prompt continues, if that has no name either.
+    /// Places the turn as if it had no session: by the conversation that its prompt continues.
     pub(super) fn placement_request(&self, now: Instant) -> PlacementRequest<'a> {
         let continued = self
             .conversations
@@ -177,7 +157,7 @@ impl<'a> TurnFacts<'a> {
         }
     }
 
-    /// Adds to `sticky` what only the session's binding shows.
+    /// Adds what only the session's binding shows.
     fn add_binding(&self, sticky: &mut Sticky, binding: &Binding, now: Instant) {
         sticky.moved_at = binding.moved_at;
         let last_use = if binding.turns > 0 { Some(now) } else { binding.last_turn_ended };
@@ -192,18 +172,13 @@ impl<'a> TurnFacts<'a> {
         sticky.fixed |= binding.turns > 0 || binding.exclusive;
     }
 
-    /// Whether the turn's blocks on the worker are known. If they are not, the worker would seem to
-    /// have none of the prompt.
+    /// Unless the turn's blocks there are known, the worker would seem to have none of the prompt.
     fn can_trust_count(&self, worker: WorkerRef) -> bool {
         self.blocks.is_some_and(|blocks| self.block_locator.can_trust_count(blocks, worker))
     }
 }
 
-/// Places a turn of a session and binds the session, in one step on the affinity table. `choose`
-/// chooses the worker.
-///
-/// # Errors
-/// If the session's status doesn't allow the turn, if the table is full, or if `choose` fails.
+/// Places a turn of a session and binds the session, in one step on the affinity table.
 pub(super) fn decide_session<E: From<Error>>(
     affinity: &mut Affinity,
     facts: &TurnFacts<'_>,
@@ -267,9 +242,7 @@ pub(super) fn decide_session<E: From<Error>>(
     })
 }
 
-/// Chooses other workers for a turn that `failed_worker` could not take, and binds the turn's
-/// session there. The turn was placed on `first_worker`; of a pair, either half may have failed.
-/// Returns `None` if there is no other worker.
+/// The turn was placed on `first_worker`; of a pair, either half may have failed.
 pub(super) fn decide_again(
     affinity: &mut Affinity,
     turn: &Turn,
@@ -315,10 +288,7 @@ pub(super) fn decide_again(
     Some((placement, wish))
 }
 
-/// Places a turn on a worker of the agent that has its previous response.
-///
-/// # Errors
-/// If the turn's session can't leave another worker, or if no worker of the agent can take turns.
+/// Fails if the turn's session can't leave another worker.
 pub(super) fn place_at_agent(
     agent: usize,
     request: &PlacementRequest<'_>,
@@ -361,8 +331,7 @@ pub(super) fn place_at_agent(
     place_on(worker, reason)
 }
 
-/// Returns what to ask other routers before a session begins on `chosen`, or moves there. `None` if
-/// they know that the session is there.
+/// `None` if other routers know that the session is on `chosen`.
 fn wish(
     key: &SessionKey,
     status: &SessionStatus,
@@ -391,14 +360,12 @@ fn wish(
     Some(Wish { key: key.clone(), wanted: chosen, leaves, generation })
 }
 
-/// Whether more turns of the turn's session are expected.
 fn expects_more_turns(turn: &Turn) -> bool {
     turn.session.as_ref().is_some_and(|intent| !intent.closes_session)
 }
 
-/// Refuses the turn if the session's status doesn't allow it. Otherwise returns the worker that has
-/// the session, and the retention with which the turn opens the session if it goes to another
-/// worker. The retention is `None` if the turn doesn't open the session there.
+/// Returns the worker that has the session, and the retention with which the turn opens it on
+/// another worker, if it does.
 fn check_session(
     intent: &SessionIntent,
     status: &SessionStatus,
@@ -438,9 +405,8 @@ fn check_session(
     }
 }
 
-/// Returns the worker whose engine has lost all that it had of the session, so that the next turn
-/// has no reason to go there. `None` while a turn of this router may have begun the session anew on
-/// the worker, and its agent's report be under way.
+/// Such a worker gives the next turn no reason to go there. `None` while a turn of this router may
+/// have begun the session anew on it, and its agent's report be under way.
 fn worker_left_with_nothing(
     status: &SessionStatus,
     binding: Option<&Binding>,
@@ -451,7 +417,7 @@ fn worker_left_with_nothing(
     (is_left && !binding.is_some_and(|binding| binding.is_recent(now))).then_some(*worker)
 }
 
-/// Whether a turn of the session runs and its agent has no queue in which another turn could wait.
+/// A busy session refuses a turn only if its agent has no queue in which the turn could wait.
 pub(super) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
     let (SessionStatus::Open { is_busy: true, worker, .. }
     | SessionStatus::Bound { is_busy: true, worker, .. }) = status

@@ -1,13 +1,8 @@
 //! Knows each session's status and worker: what the agents report, and this router's bindings.
 //!
-//! A session is a sequence of turns (requests and their answers) that share a growing prefix. The
-//! agents hold the sessions and report them in tables. A binding says to which worker this router
-//! sends a session's turns, and shows what the tables can't show yet.
-//!
-//! `placer` and `sessions` look up sessions here before they place a turn, or open or close a
-//! session. What they do with a session's binding is one [`step`](SessionDirectory::step): whatever
-//! the step reads is true until it has written. A [`BindingHold`] keeps the binding while a turn
-//! runs.
+//! The agents report the sessions that they hold; a binding says to which worker this router sends
+//! a session's turns, and shows what the reports can't show yet. Whatever a
+//! [`step`](SessionDirectory::step) on the bindings reads is true until it has written.
 
 use std::{
     sync::Arc,
@@ -29,25 +24,20 @@ use crate::{
     },
 };
 
-/// How long a turn that its agent broke off waits for the news of the agent's end.
+/// Limits the wait, after an agent has broken off a turn, for the news of the agent's end.
 const END_NEWS_MAX: Duration = Duration::from_millis(500);
 
-/// The status and the worker of each session.
 #[derive(Debug)]
 pub(crate) struct SessionDirectory {
-    /// What the agents report: their workers, loads and sessions.
     view: Arc<View>,
-    /// The worker of each session.
     affinity: Mutex<Affinity>,
-    /// Until this time, requests wait for the agents' first session tables.
+    /// Until then, requests wait for the agents' first session tables.
     settle_deadline: Instant,
-    /// How long a request waits for an agent whose connection has just been lost.
+    /// Limits the wait for an agent whose connection has just been lost.
     reconnect_max: Duration,
 }
 
 impl SessionDirectory {
-    /// Creates a directory without bindings. `connect_max` is the time limit of connecting to an
-    /// agent.
     pub(crate) fn new(view: Arc<View>, affinity: Affinity, connect_max: Duration) -> Self {
         Self {
             view,
@@ -57,20 +47,18 @@ impl SessionDirectory {
         }
     }
 
-    /// Returns the newest snapshot of the fleet.
     pub(crate) fn view(&self) -> Arc<Snapshot> {
         self.view.load()
     }
 
-    /// Takes one step on the table of bindings, which is locked meanwhile. The step takes no other
-    /// lock.
+    /// The table of bindings is locked during the step, which takes no other lock.
     pub(super) fn step<T>(&self, step: impl FnOnce(&mut Affinity, Instant) -> T) -> T {
         let mut affinity = self.affinity.lock();
         step(&mut affinity, now())
     }
 
-    /// Like [`Self::view`], but shortly after the router's start, waits for a snapshot in which
-    /// every agent has reported or failed.
+    /// Shortly after the router's start, waits for a snapshot in which every agent has reported or
+    /// failed.
     pub(crate) async fn settled_view(&self) -> Arc<Snapshot> {
         let view = self.view();
         if view.is_settled() || now() >= self.settle_deadline {
@@ -79,7 +67,7 @@ impl SessionDirectory {
         self.view.wait_for(self.settle_deadline, Snapshot::is_settled).await
     }
 
-    /// Waits for a snapshot for which `holds` is true. Returns the newest one at the deadline.
+    /// Returns the newest snapshot at the deadline.
     pub(super) async fn wait_for(
         &self,
         deadline: Instant,
@@ -88,26 +76,23 @@ impl SessionDirectory {
         self.view.wait_for(deadline, holds).await
     }
 
-    /// Removes the bindings to an agent that has left the fleet. Returns whether none is left.
+    /// Returns whether no binding to the agent is left.
     pub(crate) fn forget_agent(&self, agent: usize) -> bool {
         self.step(|affinity, _| affinity.forget_agent(agent))
     }
 
-    /// Returns the status of a session.
     pub(super) fn status(&self, key: &SessionKey, view: &Snapshot) -> SessionStatus {
         self.step(|affinity, now| {
             session_status::determine_status(key, view, affinity.get(key, now), now)
         })
     }
 
-    /// Returns the table of conversations without a name.
     pub(super) fn conversations(&self) -> Arc<Mutex<Conversations>> {
         Arc::clone(&self.view.conversations)
     }
 
-    /// Like [`Self::status`], but if the session is lost because its agent has just been
-    /// disconnected, waits for the agent first. A short interruption must not cost a session its
-    /// history.
+    /// Waits for the agent of a session that is lost because its agent has just been disconnected.
+    /// A short interruption must not cost a session its history.
     pub(super) async fn status_after_reconnect(&self, key: &SessionKey) -> SessionStatus {
         let view = self.settled_view().await;
         let status = self.status(key, &view);
@@ -125,12 +110,10 @@ impl SessionDirectory {
         self.status(key, &view)
     }
 
-    /// Whether a worker's agent is about to end as planned, or has done so. The news may come a
-    /// moment after the agent has closed its connections: waits for it.
-    ///
-    /// An agent that crashes while its operator drains it counts as well. Then a turn may be
-    /// computed twice, but no pinned session gets a turn twice: the next agent closes what a
-    /// crashed one has left.
+    /// Waits a moment for the news that an agent ends as planned, which may come after the agent
+    /// has closed its connections. An agent that crashes while it is drained counts as well: a turn
+    /// may be computed twice, but no pinned session gets one twice, as the next agent closes what
+    /// is left.
     pub(super) async fn has_ended_as_planned(&self, worker: WorkerRef) -> bool {
         let is_known = |view: &Snapshot| {
             let agent = view.agent(worker);
@@ -141,24 +124,19 @@ impl SessionDirectory {
     }
 }
 
-/// Keeps a session bound to its worker while a turn runs. Dropped when the turn ends.
 #[derive(Debug)]
 pub(crate) struct BindingHold {
     directory: Arc<SessionDirectory>,
     key: SessionKey,
-    /// Whether the agent closes the session when this turn ends.
     closes_session: bool,
-    /// Whether the affinity table knows that the answer began.
     is_answer_recorded: bool,
-    /// The worker from which this turn moves its session, until the new worker takes the turn.
+    /// Set until the new worker takes the turn.
     old_worker: Option<WorkerRef>,
-    /// Size of the turn's body, in bytes.
     body_bytes: u64,
 }
 
 impl BindingHold {
-    /// Creates the hold of a turn that the affinity table counts already. `old_worker` is the
-    /// worker from which the turn moves its session.
+    /// The affinity table counts the turn already.
     pub(super) fn new(
         directory: &Arc<SessionDirectory>,
         key: SessionKey,
@@ -175,29 +153,23 @@ impl BindingHold {
         }
     }
 
-    /// Records that the agent closes the session when this turn ends. From then on, the router
-    /// treats the session as closed, even if the agent's table doesn't show the close yet.
+    /// From the turn's end on, the session counts as closed, even if the agent's table lags.
     pub(super) fn close_at_end(&mut self) {
         self.closes_session = true;
     }
 
-    /// Records that the turn's move of its session failed. The session may still need its KV on the
-    /// worker that it was on before.
+    /// After a failed move, the session may still need its KV on the worker that it was on before.
     pub(super) fn forget_old_worker(&mut self) {
         self.old_worker = None;
     }
 
-    /// Whether a client has asked to close the session since the turn was placed.
     pub(super) fn is_closing(&self) -> bool {
         self.directory
             .step(|affinity, now| affinity.get(&self.key, now).is_some_and(Binding::is_close_asked))
     }
 
-    /// Records that the head of the answer has come. `is_success`: whether its status is 2xx.
-    /// Called at most once.
-    ///
-    /// Returns the session and the worker at which to close it, if this turn has moved the session
-    /// away from there. The session's KV there is of no use. Closed, it is evicted first.
+    /// Called at most once, when the head of the answer has come. Returns where to close a session
+    /// that this turn has moved away: its KV there is of no use, and once closed, is evicted first.
     pub(super) fn record_answer(&mut self, is_success: bool) -> Option<(SessionKey, WorkerRef)> {
         self.is_answer_recorded = true;
         let key = &self.key;

@@ -1,7 +1,4 @@
 //! Keeps what is known of the last turns that have ended, so that the API can show them. Pure.
-//!
-//! A turn is one request and its answer. `recorder` makes one [`TurnRecord`] when a placed turn
-//! ends, however it ends. The HTTP API reads the records in the order in which the turns ended.
 
 use std::{
     collections::VecDeque,
@@ -13,67 +10,52 @@ use proto::{id::SessionKey, load::Retention, route::Kind};
 use super::usage::TurnUsage;
 use crate::{metrics::TurnOutcome, placement::Reason};
 
-/// Maximum number of kept records. A record has about 400 bytes, so they take 1.6 MiB. At 40 turns
-/// a second they cover the last 100 s.
+/// A record has about 400 bytes, so they take 1.6 MiB. At 40 turns a second they cover 100 s.
 pub(crate) const RECORDS_MAX: usize = 4_096;
 
-/// A placed turn that has ended. Its many fields: whoever shows, counts or logs the end of a turn
-/// reads it here.
+/// Its many fields: whoever shows, counts or logs the end of a turn reads it here.
 #[derive(Debug, Clone)]
 pub(crate) struct TurnRecord {
-    /// The turn's number.
     pub(crate) turn: u64,
-    /// The turn's session. `None` for a turn without a session.
     pub(crate) session: Option<SessionKey>,
-    /// The session that started this turn's session, as a sub-agent.
+    /// The session that started this one, as a sub-agent.
     pub(crate) parent: Option<SessionKey>,
-    /// The kind of the turn's route.
     pub(crate) kind: Kind,
-    /// The name of the worker that answered, or should have: of a pair, the decode worker.
+    /// Of a pair, the decode worker.
     pub(crate) worker: String,
-    /// The name of the worker that computed the prompt, if it was another one.
+    /// The worker that computed the prompt, if it was another one.
     pub(crate) prefill_worker: Option<String>,
-    /// Why the worker was chosen.
     pub(crate) reason: Reason,
-    /// Whether the turn went to a second worker.
     pub(crate) is_retried: bool,
-    /// How the engine kept the session's KV when the turn ended. `None` if no agent has reported
-    /// the session.
+    /// As the turn ended. `None` if no agent has reported the session.
     pub(crate) retention: Option<Retention>,
-    /// The status of the answer. `None` if no answer began.
+    /// `None` if no answer began.
     pub(crate) status: Option<u16>,
-    /// When the request arrived at the router.
     pub(crate) arrived_at: Instant,
-    /// The time from the request's arrival to the first byte of a successful answer's body.
+    /// From the request's arrival to the first byte of a successful answer's body.
     pub(crate) ttft: Option<Duration>,
-    /// The time from the request's arrival to the turn's end.
+    /// From the request's arrival.
     pub(crate) duration: Duration,
-    /// Prompt tokens that placement expected the worker to compute, if it could count them.
+    /// What placement expected the worker to compute, if it could count it.
     pub(crate) uncached_tokens_expected: Option<u64>,
-    /// What the engine says that the turn used.
     pub(crate) usage: TurnUsage,
-    /// How the turn ended.
     pub(crate) outcome: TurnOutcome,
 }
 
-/// The records of the last turns, in the order in which the turns ended.
 #[derive(Debug)]
 pub(crate) struct RecentTurns {
-    /// Oldest first.
     records: VecDeque<TurnRecord>,
-    /// The place of the first record in the order of all records.
+    /// Place of the first record in the order of all records.
     first_place: u64,
     records_max: usize,
 }
 
 impl RecentTurns {
-    /// Creates an empty list of at most `records_max` records.
     #[must_use]
     pub(crate) fn new(records_max: usize) -> Self {
         Self { records: VecDeque::new(), first_place: 1, records_max }
     }
 
-    /// Adds the record of a turn that has just ended. Removes the oldest record beyond the bound.
     pub(crate) fn add(&mut self, record: TurnRecord) {
         self.records.push_back(record);
         while self.records.len() > self.records_max {
@@ -84,8 +66,7 @@ impl RecentTurns {
         self.check_invariants();
     }
 
-    /// Returns the first `limit` records after the place `after` for which `is_wanted` is true,
-    /// oldest first. Without `after`, returns the last `limit` of them. Also returns the place up
+    /// Without `after`, returns the last `limit` records that are wanted. Also returns the place up
     /// to which the records were looked at.
     #[must_use]
     pub(crate) fn page(
@@ -111,10 +92,6 @@ impl RecentTurns {
         (page.into_iter().map(|(_, record)| record).collect(), looked_at)
     }
 
-    /// Checks the bound.
-    ///
-    /// # Panics
-    /// If an invariant is broken.
     #[cfg(any(test, debug_assertions))]
     fn check_invariants(&self) {
         assert!(self.records.len() <= self.records_max);

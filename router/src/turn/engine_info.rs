@@ -1,7 +1,6 @@
 //! Asks agents what their engines say of themselves, for the routes that show it.
 //!
-//! The routes of `http` call this module. It sends a request without a body to one agent or to all,
-//! and reads the JSON of each answer. It doesn't decide who may see which of an answer's fields.
+//! This module doesn't decide who may see which of an answer's fields.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,19 +14,17 @@ use tokio::task::JoinSet;
 use super::{shared::Shared, upstream::UpstreamClient};
 use crate::fleet::agent::Facts;
 
-/// Time within which an agent must answer. The engine answers from memory, but its HTTP server may
-/// be busy with a long prompt.
+/// The engine answers from memory, but its HTTP server may be busy with a long prompt.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
-/// Most bytes of an answer. An engine's settings are about 20 KiB, and each rank repeats them.
+/// An engine's settings are about 20 KiB, and each rank repeats them.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// What one agent's engine says, under the agent's name, or why it says nothing.
 pub(crate) struct EngineInfoAnswer {
     pub(crate) agent: String,
     pub(crate) answer: Result<Value, String>,
 }
 
-/// Asks the engine of one usable agent. Returns `None` if no agent is usable, and else its answer.
+/// `None` if no agent is usable.
 pub(crate) async fn ask_one(shared: &Shared, path: PathAndQuery) -> Option<EngineInfoAnswer> {
     let view = shared.directory.settled_view().await;
     let at = now();
@@ -37,8 +34,7 @@ pub(crate) async fn ask_one(shared: &Shared, path: PathAndQuery) -> Option<Engin
     Some(EngineInfoAnswer { agent: agent.name().to_owned(), answer })
 }
 
-/// Asks the engines of all agents that have described themselves, at the same time. The answers are
-/// in the order of the agents.
+/// Returns the answers in the order of the agents.
 pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<EngineInfoAnswer> {
     let view = shared.directory.settled_view().await;
     let mut asked = JoinSet::new();
@@ -56,7 +52,6 @@ pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<EngineIn
     answers.into_iter().map(|(_, answer)| answer).collect()
 }
 
-/// Sends one request to an agent and reads its answer.
 async fn ask(
     upstream: &UpstreamClient,
     agent: usize,

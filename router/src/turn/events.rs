@@ -1,19 +1,17 @@
 //! Counts the events of a stream as it passes, and finds the one that closes it. Pure.
 //!
-//! A stream of server-sent events closes with `[DONE]` or, on the Messages and Responses APIs, with
-//! an event of a certain name. Clients leave then, and don't wait for the end of the body. The
-//! agent's scanner follows the JSON of every event. This one reads no more than an event's start,
-//! in which no text of the model stands.
+//! A stream closes with `[DONE]` or, on the Messages and Responses APIs, with an event of a certain
+//! name. Clients leave then, and don't wait for the body's end. This reader looks at no more than
+//! an event's start, in which no text of the model stands.
 
 use std::sync::LazyLock;
 
 use memchr::memmem::Finder;
 
-/// The border of two events, as SGLang writes it.
+/// As SGLang writes it.
 const BORDER: &[u8] = b"\n\n";
-/// Finds [`BORDER`]. To make a finder for each part takes as long as to search a short one.
+/// A finder made for each part would take as long as the search of a short part.
 static BORDERS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(BORDER));
-/// How an event begins that closes its stream.
 const CLOSING: [&[u8]; 5] = [
     b"data: [DONE]",
     b"event: message_stop\n",
@@ -21,10 +19,10 @@ const CLOSING: [&[u8]; 5] = [
     b"event: response.failed\n",
     b"event: response.incomplete\n",
 ];
-/// Bytes of an event's start that are kept. The longest start in [`CLOSING`] has 27.
+/// The longest start in [`CLOSING`] has 27.
 const START_BYTES: usize = 32;
 
-/// The events of one stream. Its bytes come in parts that may be cut anywhere.
+/// The parts of a stream may be cut anywhere.
 #[derive(Debug, Default)]
 pub(super) struct EventReader {
     /// The number of whole events.
@@ -32,13 +30,12 @@ pub(super) struct EventReader {
     /// The start of the event that has begun.
     start: [u8; START_BYTES],
     start_bytes: usize,
-    /// Whether the last byte is a line end in an event. Another one would end the event.
+    /// Whether the last byte is a line end in an event, which another one would end.
     is_at_line_end: bool,
     is_closed: bool,
 }
 
 impl EventReader {
-    /// Reads the next part of the stream.
     pub(super) fn feed(&mut self, mut part: &[u8]) {
         if self.is_at_line_end && part.first() == Some(&b'\n') {
             self.end_event(&[]);
@@ -55,12 +52,10 @@ impl EventReader {
         }
     }
 
-    /// Returns the number of whole events so far.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
 
-    /// Whether the event that closes the stream has come as a whole.
     pub(super) fn is_closed(&self) -> bool {
         self.is_closed
     }
@@ -71,7 +66,6 @@ impl EventReader {
         self.start_bytes += bytes;
     }
 
-    /// Ends the event whose last bytes are `text`.
     fn end_event(&mut self, text: &[u8]) {
         self.count += 1;
         self.is_closed |= if self.start_bytes == 0 {

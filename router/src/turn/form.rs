@@ -10,18 +10,13 @@ use http::{HeaderMap, header};
 
 use super::request::Error;
 
-/// The field of a form that names the model.
 const MODEL_FIELD: &str = "model";
-/// Longest name of a model that is read.
 const MODEL_BYTES_MAX: u64 = 1024;
-/// The most fields of a form that are read. Those of the OpenAI API have about ten.
+/// Forms of the OpenAI API have about ten fields.
 const FIELDS_MAX: usize = 256;
 
-/// Returns the model that a form names. `None` if it names none, or isn't a form that can be read:
-/// the engine says what is wrong with it.
-///
-/// # Errors
-/// If the form has more fields than any has. An engine would take long to read it.
+/// `None` also for a form that can't be read: the engine says what is wrong with it. A form with
+/// too many fields is refused, as an engine would take long to read it.
 pub(super) fn read_model(headers: &HeaderMap, body: &Bytes) -> Result<Option<String>, Error> {
     let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let boundary = content_type.and_then(|value| multer::parse_boundary(value).ok());

@@ -1,14 +1,10 @@
 //! Leaves the session out of a turn whose client only hinted at it, where the session can't be had.
 //!
-//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. Many clients send a session's name with every request, whichever server they talk to.
-//! Such a turn must run wherever it would run without the name. So where it would be refused for
-//! its session's sake, it runs without the session, and is counted. Only a session that a client
-//! has opened refuses such turns too, because its turns must come one after another.
-//!
-//! Some of these names may be the request's own. Such a name begins a session when it comes a
-//! second time. Until then it is in a table of its own, so that a gateway that names each request
-//! takes no session's place. `turn` calls this module between reading and placing a turn.
+//! Many clients send a session's name with every request, whichever server they talk to. Where such
+//! a turn would be refused for its session's sake, it runs without the session, and is counted.
+//! Only a session that a client has opened refuses such turns too, because its turns must come one
+//! after another. A name that may be the request's own begins a session when it comes a second
+//! time. So a gateway that names each request takes no session's place.
 
 use std::sync::Arc;
 
@@ -24,29 +20,20 @@ use super::{
 };
 use crate::{auth::Caller, placement::session_status::SessionStatus, shares::Sharer};
 
-/// Why a turn runs without the session that its client hinted at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LeftOut {
-    /// The name is empty, too long or not UTF-8.
     Unusable,
-    /// The turn asks for several answers, or has several prompts.
     SeveralAnswers,
-    /// The turn's answer is made after its response has ended.
     Background,
-    /// The name came for the first time, and may be the request's own.
+    /// The name may be the request's own.
     SeenOnce,
-    /// The caller's key has its limit of open sessions.
     KeySessions,
-    /// The session closes.
     Closing,
-    /// The router's table of sessions has no place for this one.
     TableFull,
-    /// As many turns of the session run as a conversation has at once.
     Crowded,
 }
 
 impl LeftOut {
-    /// Returns the reason's name in metrics.
     fn as_str(self) -> &'static str {
         match self {
             Self::Unusable => "unusable",
@@ -61,19 +48,14 @@ impl LeftOut {
     }
 }
 
-/// What of a turn's body a session can't take.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Unfit {
-    /// Whether the body asks for several answers, or has several prompts.
     pub(super) has_several_answers: bool,
     /// Whether the answer is made after the response has ended.
     pub(super) is_background: bool,
 }
 
-/// Decides whether a turn that was read runs in its session.
-///
-/// # Errors
-/// If the session was named on purpose, and the caller's key has its limit of sessions.
+/// Fails if the session was named on purpose, and the caller's key has its limit of sessions.
 pub(super) async fn settle(
     shared: &Shared,
     caller: &Caller,
@@ -124,11 +106,7 @@ pub(super) async fn settle(
     Ok(())
 }
 
-/// Places a turn. If that fails for the sake of a session that the client only hinted at, places
-/// the turn without the session.
-///
-/// # Errors
-/// If the status of the turn's session doesn't allow the turn, or if no worker can take it.
+/// A turn refused for the sake of a session that was only hinted at is placed without the session.
 pub(super) async fn place(
     shared: &Arc<Shared>,
     turn: &mut Turn,

@@ -1,9 +1,7 @@
 //! Reads what a turn's body hints at: its priority, the length of its answer, its session's rest.
 //!
-//! A turn is one request and its answer. A hint may change where and when a turn runs, and how long
-//! its session's KV is kept, never what the turn answers. So a hint that can't be read is ignored.
-//! `request` and `priority` call this module, which is pure and changes nothing in the body. The
-//! hints that agents use too are sent to them as `proto::hints`.
+//! A hint may change where and when a turn runs, and how long its session's KV is kept, never what
+//! the turn answers. So a hint that can't be read is ignored. Pure.
 //!
 //! - `nvext.agent_hints` (of the Dynamo API): `priority`, `strict_priority`, `latency_sensitivity`,
 //!   `osl`.
@@ -15,18 +13,18 @@ use proto::body::Object;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The key of a member that says how long a prompt is to be cached, with its quotes.
+/// Says how long a prompt is to be cached.
 const CACHE_CONTROL: &[u8] = b"\"cache_control\"";
-/// The most such members that are read. The Anthropic API takes four.
+/// The Anthropic API takes four such members.
 const CACHE_CONTROLS_MAX: usize = 16;
-/// The longest value of such a member, in bytes. `{"type":"ephemeral","ttl":"1h"}` has 31.
+/// `{"type":"ephemeral","ttl":"1h"}` has 31.
 const CACHE_CONTROL_BYTES_MAX: usize = 256;
-/// The longest time that a hint may ask for, in seconds: a year. An agent allows less.
+/// A year. An agent allows less.
 const TTL_SECONDS_MAX: u64 = 365 * 24 * 3600;
-/// Priorities within one strict priority. A greater strict priority comes before any of these.
+/// A greater strict priority comes before any priority within a smaller one.
 const STRICT_STEP: i64 = 1 << 20;
 
-/// Returns the priority that a body's `agent_hints` ask for, of which more is more urgent.
+/// More is more urgent.
 pub(super) fn priority(hints: Option<&Object<'_>>) -> Option<i64> {
     let hints = hints?;
     let number = |key: &str| hints.get(key)?.get().parse::<i64>().ok();
@@ -46,13 +44,11 @@ pub(super) fn priority(hints: Option<&Object<'_>>) -> Option<i64> {
     }
 }
 
-/// Returns how many tokens the client expects of the answer.
 pub(super) fn answer_tokens(hints: Option<&Object<'_>>) -> Option<u64> {
     hints?.get("osl")?.get().parse().ok()
 }
 
-/// Returns for how long the client wants its session's KV kept without a turn, in milliseconds: the
-/// longest of the times that the body names.
+/// Returns the longest of the times, in milliseconds, that the body names for KV without a turn.
 pub(super) fn idle_ms(body: &Object<'_>) -> Option<u64> {
     let retention = body.get("prompt_cache_retention").and_then(|raw| {
         let text: &str = serde_json::from_str(raw.get()).ok()?;
@@ -62,10 +58,8 @@ pub(super) fn idle_ms(body: &Object<'_>) -> Option<u64> {
     Some(seconds.clamp(1, TTL_SECONDS_MAX) * 1000)
 }
 
-/// Returns the times, in seconds, of the members `cache_control` at any depth of a JSON text.
-///
-/// A quote within a JSON string has a backslash before it. So the key with its quotes and a colon
-/// behind it is a key, and no part of a text.
+/// Returns the seconds of members at any depth. A quote within a JSON string has a backslash before
+/// it, so the quoted key with a colon behind it is a key, and no part of a text.
 fn cache_control_ttls(json: &[u8]) -> impl Iterator<Item = u64> {
     #[derive(Deserialize)]
     struct CacheControl {
@@ -87,7 +81,7 @@ fn cache_control_ttls(json: &[u8]) -> impl Iterator<Item = u64> {
     })
 }
 
-/// Reads a time such as `5m`, `1h` or `24h`. Returns it in seconds.
+/// Returns seconds for a time such as `5m`, `1h` or `24h`.
 fn parse_ttl(text: &str) -> Option<u64> {
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     let unit_seconds = match unit {
@@ -100,7 +94,7 @@ fn parse_ttl(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(unit_seconds)
 }
 
-/// Rounds a number that isn't larger than any sensible priority.
+/// `None` for a number larger than any sensible priority.
 fn whole_number(number: f64) -> Option<i64> {
     #[expect(clippy::cast_precision_loss, reason = "a power of two")]
     let is_sensible = number.abs() < STRICT_STEP as f64;

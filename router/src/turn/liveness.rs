@@ -1,14 +1,9 @@
 //! Notices agents whose process or host has stopped answering, so that their turns end soon.
 //!
 //! A stopped process (by SIGSTOP, or in a host that hangs) keeps its connections: its kernel
-//! acknowledges everything, so TCP's keepalive sees no fault. A turn there would wait until its
-//! time limit. An agent that works sends load reports twice a second. If they stop, one task for
-//! each agent asks the agent's *data port* for its health. No report and no answer together mean
-//! that the agent is *silent*. A lost control connection alone does not: turns may well run on.
-//!
-//! `upstream` gives up requests to a silent agent that have no answer yet. `proxy` ends answers of
-//! which no byte has come lately. Placement doesn't use this module: the missing reports make the
-//! agent's workers stale.
+//! acknowledges everything, so TCP's keepalive sees no fault, and a turn there would wait until its
+//! time limit. No report and no answer of the *data port* together mean that the agent is *silent*.
+//! A lost control connection alone does not: turns may well run on.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,14 +13,12 @@ use tracing::{info, warn};
 
 use super::{directory::SessionDirectory, pulses::CHECK_INTERVAL, upstream::UpstreamClient};
 
-/// Time without a message on the control connection after which the data port is probed. Agents
-/// report every 500 ms by default, so eight reports are missing.
+/// Agents report every 500 ms by default, so eight reports are missing.
 const QUIET_MAX: Duration = Duration::from_secs(4);
-/// Time for the answer to a probe. An agent answers in milliseconds. With [`QUIET_MAX`] and
-/// [`CHECK_INTERVAL`], the turns of a silent agent end within 9 s.
+/// An agent answers in milliseconds. With [`QUIET_MAX`] and [`CHECK_INTERVAL`], the turns of a
+/// silent agent end within 9 s.
 const PROBE_TIME_MAX: Duration = Duration::from_secs(3);
 
-/// Follows one agent until the token is cancelled.
 pub(crate) async fn run(
     agent: usize,
     directory: Arc<SessionDirectory>,

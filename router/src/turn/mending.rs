@@ -1,13 +1,9 @@
 //! Mends sessions that two agents have: keeps one of them, and closes the others.
 //!
-//! Claims keep a session on one worker. But routers that disagree for a moment about which agents
-//! live may claim at different ones, and then the session begins twice. All routers read both in
-//! the agents' tables, and all choose the same one to keep (`session_status::judge_split`). Each
-//! router then sends the session's turns there, and closes the others.
-//!
-//! Nothing is closed while a turn of the session runs anywhere: a session that moves is also on two
-//! workers, until its first turn on the new one has begun to answer. The agent checks that again,
-//! and refuses to close a session that has just got a turn.
+//! Routers that disagree for a moment about which agents live may claim a session at two of them.
+//! All routers read both in the agents' tables, and choose the same one to keep. A session that
+//! moves is also on two workers, until its first turn on the new one has begun to answer. So
+//! nothing is closed while a turn of the session runs anywhere; the agent checks that again.
 
 use std::{
     collections::HashMap,
@@ -25,18 +21,16 @@ use crate::{
     placement::session_status::{self, Split},
 };
 
-/// For how long a session must have been at rest on all of its workers before it is mended. Tables
-/// lag by milliseconds, and the next turn of a chat comes after seconds.
+/// Tables lag by milliseconds, and the next turn of a chat comes after seconds.
 const AT_REST_MIN: Duration = Duration::from_secs(1);
-/// How long the task waits if nobody names a time: the next look at what can't be mended yet.
+/// The time to the next look at what can't be mended yet.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
-/// How long the task waits for the first session that two agents have. Any long time will do.
+/// Any long time will do.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// The sessions that could be mended, each with what was judged and since when.
+/// What was judged of each session, and since when.
 type Judged = HashMap<SessionKey, (Split, Instant)>;
 
-/// Mends sessions until it is cancelled.
 pub(crate) async fn run(
     directory: Arc<SessionDirectory>,
     sessions: Arc<SessionService>,
@@ -60,7 +54,7 @@ pub(crate) async fn run(
     }
 }
 
-/// Judges all sessions of two agents, and returns those whose judgement is old enough.
+/// Returns the sessions whose judgement is old enough.
 fn judge(judged: &mut Judged, view: &Snapshot, now: Instant) -> Vec<(SessionKey, Split)> {
     let splits = view.sessions.splits();
     judged.retain(|key, _| splits.contains(key));
@@ -82,7 +76,6 @@ fn judge(judged: &mut Judged, view: &Snapshot, now: Instant) -> Vec<(SessionKey,
     due
 }
 
-/// Sends the session's next turns to the worker that keeps it, and closes it at the others.
 fn mend(directory: &SessionDirectory, sessions: &SessionService, key: &SessionKey, split: &Split) {
     let is_at_rest = directory.step(|affinity, now| match affinity.get(key, now) {
         Some(binding) if binding.turns > 0 => false,

@@ -1,9 +1,8 @@
 //! Finds the model that a name means: an engine's own name, an alias, a pattern or the default.
 //!
-//! `reading` asks with the model of each turn (a request and its answer), and `http` lists the
-//! aliases. All later steps use the real name, so that a turn gets the workers, the tokenizer and
-//! the adapter of the real name. The engine takes any name and answers with it. So the name in the
-//! body stays, unless the engine would read an adapter from it, or lack one. This module is pure.
+//! All later steps use the real name, so that a turn gets the workers, the tokenizer and the
+//! adapter of the real name. The engine takes any name and answers with it. So the name in the body
+//! stays, unless the engine would read an adapter from it, or lack one. Pure.
 
 use proto::{
     body::{self, Object},
@@ -12,28 +11,23 @@ use proto::{
 
 use crate::config::tables::ModelsTable;
 
-/// The model's name in the body of a client that was given no name: the default of SGLang's own
-/// protocol.
+/// SGLang's own protocol has this default for a client that was given no name.
 const UNNAMED_MODEL: &str = "default";
 
-/// The longest name that patterns are compared with, in bytes. Comparing takes time in proportion
-/// to it, with each pattern, and real names have dozens.
+/// Comparing takes time in proportion to it, with each pattern; real names have dozens of bytes.
 const NAME_BYTES_MAX: usize = 256;
 
-/// The names of models in the settings.
 #[derive(Debug)]
 pub(crate) struct ModelNames {
-    /// Names with their real ones, and patterns, which count after the names. The pattern with
-    /// most characters comes first.
+    /// Names come before patterns; the pattern with most characters comes first.
     aliases: Vec<(String, String)>,
     default: Option<String>,
 }
 
-/// The real name of a model that a client named otherwise.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RealModel {
     pub(crate) name: String,
-    /// Whether the engine must get this name in the body, because an adapter is in one of both.
+    /// Whether the body must get this name, because an adapter is in one of both.
     pub(super) is_sent: bool,
 }
 
@@ -45,19 +39,16 @@ impl ModelNames {
         Self { aliases, default: Some(table.default.clone()).filter(|name| !name.is_empty()) }
     }
 
-    /// Whether no name stands for another one.
     pub(crate) fn is_empty(&self) -> bool {
         self.aliases.is_empty() && self.default.is_none()
     }
 
-    /// Iterates over the aliases that are no patterns, each with the real name.
     pub(crate) fn listed(&self) -> impl Iterator<Item = (&str, &str)> {
         let names = self.aliases.iter().filter(|(name, _)| !name.contains('*'));
         names.map(|(name, model)| (name.as_str(), model.as_str()))
     }
 
-    /// Returns the real model that a name stands for. `None` if an engine serves the name itself,
-    /// or if it stands for nothing.
+    /// `None` if an engine serves the name itself, or if it stands for nothing.
     pub(crate) fn resolve<'a>(
         &self,
         name: &str,
@@ -86,7 +77,6 @@ impl ModelNames {
         real.map(|real| RealModel { is_sent: name.contains(':') || !is_model(&real), name: real })
     }
 
-    /// Returns the model of the first alias that fits.
     fn alias(&self, name: &str) -> Option<&str> {
         let could_fit = name.len() <= NAME_BYTES_MAX;
         let mut aliases = self.aliases.iter().filter(|_| could_fit);
@@ -96,21 +86,18 @@ impl ModelNames {
 }
 
 impl RealModel {
-    /// Returns the body with this name as its model.
     pub(super) fn put_into(&self, object: &Object<'_>) -> Vec<u8> {
         let name = serde_json::Value::from(self.name.as_str());
         body::assemble(object.bytes(), &object.rewrite(&["model"]), &format!("\"model\":{name}"))
     }
 }
 
-/// Returns the value of the body's member `model`, if that names a model.
 pub(super) fn model_member(object: &Object<'_>) -> Option<String> {
     // SGLang's clients send this name if they are given none.
     let is_name = |name: &String| !name.is_empty() && name != UNNAMED_MODEL;
     text_member(object, "model").filter(is_name)
 }
 
-/// Returns the model's name, with the LoRA adapter that the body names, if it names one.
 pub(super) fn with_adapter(object: &Object<'_>, model: Option<String>) -> Option<String> {
     let adapter = text_member(object, "lora_path").filter(|name| !name.is_empty());
     match (model, adapter) {
@@ -121,12 +108,12 @@ pub(super) fn with_adapter(object: &Object<'_>, model: Option<String>) -> Option
     }
 }
 
-/// Reads a text member. A value of another type counts as absent. The engine reports it.
+/// A value of another type counts as absent. The engine reports it.
 fn text_member(object: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(object.get(key)?.get()).ok()
 }
 
-/// Whether a name fits a pattern, in which `*` stands for any characters but a colon.
+/// In a pattern, `*` stands for any characters but a colon.
 fn fits(pattern: &[u8], name: &[u8]) -> bool {
     let (mut at, mut seen) = (0, 0);
     // What follows the last star in the pattern, and where the name goes on after what it stands

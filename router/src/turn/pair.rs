@@ -1,23 +1,14 @@
 //! Runs a turn on a pair of engines: sends both halves at once, and couples their failures.
 //!
-//! A turn is one request and its answer. With prefill/decode disaggregation, a *prefill* engine
-//! computes the turn's prompt and hands the KV to a *decode* engine, which generates the answer.
-//! Both get the client's request through their agents, with the same [`Bootstrap`], by which they
-//! find each other. `turn` calls [`send`] with each placed turn; a turn without a prefill half
-//! takes the direct way. Which workers form the pair is decided by `placement::pair`.
-//!
-//! The decode engine's answer is the client's. It can't begin before the prefill engine has handed
-//! over the KV, so this module holds the head of the answer back until its first bytes: until then,
-//! a failure of either half becomes a status, and after that, the prefill half has done its work.
+//! Prefill and decode engine get the client's request through their agents, with the same
+//! [`Bootstrap`], by which they find each other. The decode engine's answer is the client's. It
+//! can't begin before the KV is handed over, so its head is held back until its first bytes: until
+//! then, a failure of either half becomes a status.
 //!
 //! - The prefill half fails: the decode half is dropped, so that its agent aborts it, and the
 //!   client gets the prefill engine's error.
 //! - The decode half fails, or the client leaves: the prefill half is dropped.
 //! - Neither answers: both are dropped after the setting `timeouts.bootstrap_ms_max`.
-//!
-//! The prefill half is a future that holds its lease, so every end gives its place back by the drop
-//! of the future. After the first bytes of the answer, a task reads the rest of the prefill
-//! engine's answer, so that its connection stays usable.
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
@@ -54,46 +45,39 @@ use crate::{
     placement::{PairUse, Unpaired},
 };
 
-/// The most bytes of a prefill engine's answer that are kept for the log probabilities in it. One
-/// token's have about 40 bytes, so a prompt of 800,000 tokens fits.
+/// One token's log probabilities have about 40 bytes, so a prompt of 800,000 tokens fits.
 const LOGPROB_BYTES_MAX: usize = 32 << 20;
-/// The most bytes of a prefill engine's answer that are kept otherwise, for its error.
+/// Kept for a prefill engine's error.
 const ERROR_BYTES_MAX: usize = 64 << 10;
-/// The most bytes of a prefill engine's answer that are read. An engine that sends more is not one.
+/// What sends more than this is no prefill engine.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// How long the prefill engine's error is waited for after the decode engine has failed.
+/// Limits the wait for the prefill engine's error after the decode engine has failed.
 const CAUSE_MAX: Duration = Duration::from_millis(50);
-/// How long the rest of a prefill engine's answer is waited for after the decode engine's answer
-/// has begun. The prefill engine has only to notice that the KV was taken.
+/// After the decode engine's first bytes, the prefill engine has only to notice that the KV was
+/// taken.
 const REST_MAX: Duration = Duration::from_secs(10);
 
-/// An attempt to run a turn.
 #[derive(Debug)]
 pub(super) struct Sent {
-    /// The client's answer, or why there is none.
     pub(super) answer: Result<Response<AgentBody>, NoAnswer>,
-    /// The worker that made the answer. If the turn failed, the one that failed first.
+    /// If the turn failed, the worker that failed first.
     pub(super) worker: WorkerRef,
 }
 
-/// The end of a prefill half.
 enum PrefillEnd {
-    /// The KV was handed over. The kept part of the answer.
+    /// Carries the kept part of the answer.
     Done(Bytes),
-    /// The engine or its agent refused the prompt, or could not hand its KV over.
     Failed(Response<Bytes>),
 }
 
 type PrefillRun = Pin<Box<dyn Future<Output = Result<PrefillEnd, NoAnswer>> + Send>>;
 
-/// The decode engine's answer, of which the first bytes have come.
 struct Begun {
     head: Parts,
     first: Option<Bytes>,
     rest: Incoming,
 }
 
-/// Finds out whether a pair of a prefill and a decode engine may run a turn.
 pub(super) fn find_use(kind: Kind, body: &Object<'_>, unfit: Unfit) -> PairUse {
     if !kind.is_generation() {
         PairUse::Never(Unpaired::NotGenerated)
@@ -106,7 +90,6 @@ pub(super) fn find_use(kind: Kind, body: &Object<'_>, unfit: Unfit) -> PairUse {
     }
 }
 
-/// Sends a placed turn, and waits for the head of its answer; on a pair, for the first bytes too.
 pub(super) async fn send(
     shared: &Shared,
     turn: &Turn,
@@ -126,7 +109,7 @@ pub(super) async fn send(
     Sent { answer, worker }
 }
 
-/// Sends a turn. Doesn't ask why an agent broke off.
+/// Doesn't ask why an agent broke off.
 async fn send_once(
     shared: &Shared,
     turn: &Turn,
@@ -158,20 +141,19 @@ async fn send_once(
     }
 }
 
-/// Both halves of a turn while they run, except the decode half's future.
+/// Both halves while they run, except the decode half's future.
 struct Halves {
     prefill: PrefillRun,
     prefill_worker: WorkerRef,
     decode_worker: WorkerRef,
-    /// Whether the prefill engine's log probabilities of the prompt go into the answer.
+    /// Whether the prefill engine's log probabilities go into the answer.
     merges: bool,
-    /// The failure of a hand-off that takes too long.
     late: NoAnswer,
 }
 
 impl Halves {
-    /// Waits until the client's answer has begun, or until one half has failed. The other half is
-    /// then dropped.
+    /// Waits until the client's answer has begun, or until one half has failed, and the other is
+    /// dropped.
     async fn run(
         mut self,
         shared: &Shared,
@@ -221,6 +203,7 @@ impl Halves {
         shared.metrics.count_hand_off(HandOffEnd::Done);
         let begun = begun.expect("the loop ends when the answer has begun");
         if prefilled.is_none() {
+            // The rest is read so that the connection stays usable.
             let rest = tokio::time::timeout(REST_MAX, self.prefill);
             shared.tasks.spawn(async move { drop(rest.await) });
         }
@@ -230,8 +213,8 @@ impl Halves {
 }
 
 impl Halves {
-    /// Returns the prefill engine's error, if it is the reason for the decode engine's failure. A
-    /// failed prefill engine tells the decode engine, whose error may come a moment before its own.
+    /// A failed prefill engine tells the decode engine, whose error may come a moment before its
+    /// own.
     async fn find_cause(&mut self, failed: &Begun, is_open: bool) -> Option<Response<AgentBody>> {
         let is_agents = failed.head.headers.contains_key(claim::REFUSAL);
         if !is_open || is_agents || failed.head.status.is_client_error() {
@@ -245,14 +228,12 @@ impl Halves {
 }
 
 impl Begun {
-    /// Whether the answer is an error, or a stream that begins with one, or was aborted.
     fn has_failed(&self) -> bool {
         let has_error = |first: &Bytes| logprobs::has_error(first);
         !self.head.status.is_success() || self.first.as_ref().is_some_and(has_error)
     }
 
-    /// Returns the client's answer. `prefilled` is the prefill engine's answer, if its log
-    /// probabilities of the prompt are to be merged.
+    /// `prefilled` is there if its log probabilities of the prompt are to be merged.
     fn into_response(self, prefilled: Option<Bytes>) -> Response<AgentBody> {
         let Self { head, first, rest } = self;
         let is_stream = is_event_stream(&head.headers);
@@ -262,7 +243,6 @@ impl Begun {
     }
 }
 
-/// Sends the decode half, and waits for the first bytes of its answer.
 async fn begin_decode(
     shared: &Shared,
     outbound: &OutboundTurn,
@@ -285,7 +265,7 @@ async fn begin_decode(
     }
 }
 
-/// Returns the future that runs the prefill half. Dropping it ends the half.
+/// The future holds the half's lease, so every end gives the half's place back by its drop.
 fn run_prefill(
     shared: &Shared,
     turn: &Turn,
@@ -324,7 +304,6 @@ fn run_prefill(
     })
 }
 
-/// Reads a prefill engine's answer to its end, and keeps at most `kept_max` bytes of it.
 async fn read_prefill(
     response: Response<Incoming>,
     mut lease: Option<Lease>,

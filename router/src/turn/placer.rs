@@ -1,14 +1,10 @@
 //! Places turns: decides the worker of each turn, binds its session, and counts its load there.
 //!
-//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. `turn` passes in a turn that it has read, and gets a [`PlacedTurn`] or the reason for a
-//! refusal. This module reads what a decision needs, has `decide` make it in one step on the table
-//! of bindings, and records the result. Before a session begins or moves, `claims` makes sure that
-//! all routers know its worker. Nothing is sent to a worker here.
+//! `decide` makes each decision in one step on the table of bindings. Before a session begins or
+//! moves, `claims` makes sure that all routers know its worker. Nothing is sent to a worker here.
 //!
-//! A placed turn has a claim, a hold and a lease. The claim is a header that tells the agent what
-//! the turn does to its session. The hold keeps the binding while the turn runs. The lease counts
-//! the turn's tokens as load of the worker.
+//! The claim is a header that tells the agent what the turn does to its session. The hold keeps the
+//! binding while the turn runs. The lease counts the turn's tokens as load of the worker.
 
 mod names;
 mod unnamed;
@@ -51,44 +47,40 @@ use crate::{
     shares::Sharer,
 };
 
-/// A turn with its worker, and what the turn holds while it runs. Its many fields: each step from
-/// sending the turn to the end of its answer reads its own.
+/// Its many fields: each step from sending the turn to the end of its answer reads its own.
 #[derive(Debug)]
 pub(crate) struct PlacedTurn {
     pub(super) worker: WorkerRef,
     pub(super) worker_name: String,
-    /// The address of the agent's data port.
     pub(super) data_authority: Arc<str>,
-    /// Whether that port speaks TLS.
     pub(super) data_tls: bool,
     pub(super) reason: Reason,
-    /// What the agent is told about the session, as a header. `None` without a session.
+    /// `None` without a session.
     pub(super) claim: Option<Claim>,
-    /// Whether the turn may go to another worker if this one refuses it.
+    /// Whether another worker may take the turn if this one refuses it.
     can_move: bool,
     pub(super) lease: Lease,
     pub(super) hold: Option<BindingHold>,
-    /// The turn's conversation, if that has no name and the prompt was read.
+    /// Set if the conversation has no name and the prompt was read.
     pub(super) conversation: Option<ConversationHold>,
-    /// The blocks of the turn's prompt, if they were made. The worker has them after the turn.
+    /// Set if the blocks were made. The worker has them after the turn.
     pub(super) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
     pub(super) resident_tokens: Option<u64>,
-    /// Prompt tokens that placement expects the worker that computes the prompt to compute.
+    /// Counts what the worker that computes the prompt has to compute.
     pub(super) uncached_tokens_expected: Option<u64>,
-    /// Time to the first byte of the answer that placement expects, if it compared workers by the
-    /// prompt.
+    /// Set if placement compared workers by the prompt.
     pub(super) ttft_expected: Option<Duration>,
     /// What to ask other routers before the turn is sent.
     wish: Option<Wish>,
-    /// The half of the turn that computes the prompt. `None` if the worker runs the whole turn.
+    /// `None` if the worker runs the whole turn.
     pub(super) prefill: Option<PlacedPrefill>,
-    /// Whether the worker's engine keeps the turn's KV for others to use.
+    /// Whether others can use the turn's KV afterwards.
     keeps_kv: bool,
 }
 
 impl PlacedTurn {
-    /// Returns where the turn goes; of a pair, its decode half.
+    /// Of a pair, returns where the decode half goes.
     pub(super) fn target(&self) -> Target<'_> {
         Target {
             worker: self.worker,
@@ -99,19 +91,16 @@ impl PlacedTurn {
         }
     }
 
-    /// Iterates over the workers whose engines have the prompt's KV after the turn.
     pub(super) fn workers_with_kv(&self) -> impl Iterator<Item = WorkerRef> {
         let decode = Some(self.worker).filter(|_| self.keeps_kv);
         self.prefill.as_ref().map(|prefill| prefill.worker).into_iter().chain(decode)
     }
 }
 
-/// Decides which worker gets a turn, and remembers its decisions.
 #[derive(Debug)]
 pub(crate) struct Placer {
     directory: Arc<SessionDirectory>,
     claims: Arc<Claims>,
-    /// Has claims renewed while their turns run.
     renewals: Renewals,
     block_locator: Arc<BlockLocator>,
     /// The conversations without a name.
@@ -120,18 +109,14 @@ pub(crate) struct Placer {
     cache_keys: Mutex<Affinity>,
     /// The worker of each name that came once and may be the name of a request.
     names_seen_once: Mutex<Affinity>,
-    /// The last placements, for clients that ask for the reason.
     recent_placements: Mutex<RecentPlacements>,
     /// Hashes turn numbers to turn ids, with a random key.
     turn_id_hasher: RandomState,
-    /// The number of the next turn.
     next_turn_number: AtomicU64,
     metrics: Arc<Metrics>,
 }
 
-/// Why a turn isn't placed without its prompt.
 enum WithoutPrompt {
-    /// The worker can't be chosen without the prompt.
     Undecided,
     Refused(Error),
 }
@@ -143,9 +128,6 @@ impl From<Error> for WithoutPrompt {
 }
 
 impl Placer {
-    /// Creates a placer, and the queue of the claims that it wants to be renewed. `cache_keys` and
-    /// `names_seen_once` are empty tables for the workers of cache keys, and of names that came
-    /// once.
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
         claims: Arc<Claims>,
@@ -171,20 +153,20 @@ impl Placer {
         (placer, renewal_queue)
     }
 
-    /// Returns a new turn id, which clients see as 16 hex digits. The id is a number hashed with a
-    /// secret key of the process (SipHash), so it can't be guessed from other ids. It gives no
-    /// right: only admins may ask why a turn went to its worker.
+    /// Clients see the id as 16 hex digits. It is a number hashed with a secret key of the process
+    /// (SipHash), so it can't be guessed from other ids. It gives no right: only admins may ask why
+    /// a turn went to its worker.
     pub(super) fn new_turn_id(&self) -> u64 {
         self.turn_id_hasher.hash_one(self.next_turn_number.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Returns a turn's last placements, oldest first. Empty if none are kept.
+    /// Oldest first.
     pub(crate) fn placements(&self, turn_id: u64) -> Vec<PlacementRecord> {
         self.recent_placements.lock().placements(turn_id).into_iter().cloned().collect()
     }
 
-    /// Returns the first `limit` placements after the place `after`, oldest first, with their
-    /// places in the order of all placements. Without `after`, returns the last `limit` of them.
+    /// Without `after`, returns the last `limit` placements. Each comes with its place in the order
+    /// of all placements.
     pub(crate) fn placements_page(
         &self,
         after: Option<u64>,
@@ -195,10 +177,7 @@ impl Placer {
         page.into_iter().map(|(place, record)| (place, record.clone())).collect()
     }
 
-    /// Places a turn. Reads the prompt only if the worker can't be chosen without it.
-    ///
-    /// # Errors
-    /// If the status of the turn's session doesn't allow the turn, or if no worker can take it.
+    /// Reads the prompt only if the worker can't be chosen without it.
     pub(super) async fn decide(
         &self,
         turn: &Turn,
@@ -232,8 +211,7 @@ impl Placer {
         Ok(placed)
     }
 
-    /// Claims the worker of a placed turn, if other routers may not know it. If another router has
-    /// placed the session, the turn follows the session.
+    /// If another router has placed the session, the turn follows the session.
     async fn settle(&self, turn: &Turn, turn_id: u64, mut placed: PlacedTurn) -> PlacedTurn {
         let Some(wish) = placed.wish.take() else { return placed };
         let key = wish.key.clone();
@@ -272,7 +250,6 @@ impl Placer {
         }
     }
 
-    /// Places a turn if the prompt would hardly change the decision.
     fn decide_without_prompt(
         &self,
         turn: &Turn,
@@ -284,7 +261,6 @@ impl Placer {
         })
     }
 
-    /// Places a turn by the blocks of its prompt, if there are any.
     fn decide_with_prompt(
         &self,
         turn: &Turn,
@@ -307,7 +283,6 @@ impl Placer {
         Ok(PlacedTurn { blocks, resident_tokens, prefill, ..placed })
     }
 
-    /// Places a turn on the worker that `choose` chooses, and binds its session.
     fn place<E: From<Error>>(
         &self,
         facts: &TurnFacts<'_>,
@@ -332,8 +307,7 @@ impl Placer {
         Ok(placed)
     }
 
-    /// Places a turn on another worker after `failed_worker` could not take it: its first worker,
-    /// or the prefill worker. Returns `None` if there is no other worker or the turn can't move.
+    /// `failed_worker` is the first worker or the prefill worker.
     pub(super) async fn decide_again(
         &self,
         turn: &Turn,
@@ -364,7 +338,6 @@ impl Placer {
         Some(PlacedTurn { blocks: first_placed.blocks.take(), conversation, ..second })
     }
 
-    /// Returns what a decision about the turn reads.
     fn facts<'a>(
         &'a self,
         turn: &'a Turn,
@@ -380,7 +353,6 @@ impl Placer {
         TurnFacts { turn, turn_id, view, block_locator, prefer, seen_on, blocks, conversations }
     }
 
-    /// Acquires the lease of a placed turn, and counts, logs and records its placement.
     fn commit(
         &self,
         turn: &Turn,
@@ -449,7 +421,7 @@ impl Placer {
         }
     }
 
-    /// Returns the worker of the parent session, or else the last worker of the turn's cache key.
+    /// The parent session comes before the cache key.
     fn preferred_worker(&self, turn: &Turn, view: &Snapshot) -> Option<(WorkerRef, Reason)> {
         if let Some(parent) = &turn.parent
             && let SessionStatus::Open { worker, .. } | SessionStatus::Bound { worker, .. } =
@@ -462,8 +434,7 @@ impl Placer {
         Some((cache_keys.get(cache_key, now())?.worker, Reason::CacheKey))
     }
 
-    /// Forgets the workers of an agent that has left the fleet. Returns whether nothing of them is
-    /// left.
+    /// Returns whether nothing of the agent's workers is left.
     pub(crate) fn forget_agent(&self, agent: usize) -> bool {
         self.recent_placements.lock().forget_agent(agent);
         self.conversations.lock().forget_agent(agent);

@@ -1,26 +1,16 @@
 //! Removes a text that changes with each request from the beginning of a request's system prompt.
 //!
-//! Such a text is called a volatile preamble. Some clients write one, for example a line for
-//! billing. An engine's prefix cache misses from the first changed token on, so a volatile preamble
-//! makes the engine compute the whole conversation with every turn.
-//!
-//! `turn` calls [`find`] with each parsed body, and [`PreambleRange::apply`] if it has a preamble.
-//! `pattern` has the table of known preambles, and finds one in a JSON string. This module is pure.
-//! It doesn't read the setting `preamble`, by which an operator keeps the preambles.
-//!
-//! The removed part is one range of bytes, and the remaining body is valid JSON:
+//! An engine's prefix cache misses from the first changed token on, so such a *volatile preamble*
+//! makes the engine compute the whole conversation with every turn. One range of bytes is removed,
+//! and the remaining body is valid JSON:
 //!
 //! - A content block that holds only the preamble is removed with its comma. A chat message that
-//!   holds only the preamble is also removed, unless it is the only message. Then only the text is
-//!   removed, so that an empty message remains.
-//! - Otherwise the preamble's text is removed, with at most two line breaks directly after it,
-//!   because gateways join blocks by one line break or by an empty line.
-//! - Every other byte stays.
+//!   holds only the preamble is also removed, unless it is the only one: then it stays, empty.
+//! - Otherwise the text is removed, with at most two line breaks directly after it.
 //!
-//! Text that a user wrote is never changed. A preamble is recognized only if it is complete and
-//! stands at the very beginning of a place where its client or a gateway puts it (see
-//! `PreamblePlace`). If a JSON key occurs twice, the last occurrence counts, as it does for the
-//! engine.
+//! Text that a user wrote is never changed: a preamble must be complete and stand at the very
+//! beginning of a `PreamblePlace`. Of a JSON key's occurrences the last counts, as for the
+//! engine. Pure.
 
 mod pattern;
 #[cfg(test)]
@@ -37,12 +27,10 @@ use serde_json::value::RawValue;
 
 use self::pattern::PreambleMatch;
 
-/// Where a preamble stands in a body: at the beginning of the system prompt. Each HTTP route has at
-/// most one such place.
+/// The beginning of the system prompt. Each HTTP route has at most one such place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PreamblePlace {
-    /// `system` of `/v1/messages`: a string, or the first block of an array. The clients that write
-    /// preambles use this route.
+    /// `system` of `/v1/messages`: a string, or the first block of an array.
     System,
     /// The content of the first message of `/v1/chat/completions`, if its role is `system` or
     /// `developer`. Gateways make this message from a client's `system`.
@@ -62,7 +50,6 @@ impl PreamblePlace {
     }
 }
 
-/// The part of a body that is a preamble.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreambleRange {
     /// The client that is known to write this preamble.
@@ -72,8 +59,7 @@ pub struct PreambleRange {
 }
 
 impl PreambleRange {
-    /// Removes the preamble from `body`, which must be the body that [`find`] searched. Copies the
-    /// body only if its bytes are shared; otherwise moves the later bytes in place.
+    /// `body` must be the one that [`find`] searched. Copies it only if its bytes are shared.
     #[must_use]
     pub fn apply(&self, body: Bytes) -> Bytes {
         let mut body = BytesMut::from(body);
@@ -83,8 +69,7 @@ impl PreambleRange {
     }
 }
 
-/// Finds the preamble in the body of a request for `path`. Returns `None` if the body has none, as
-/// is usual. Reads only the first message or block in the place where a preamble can stand.
+/// Reads only the first message or block in the place where a preamble can stand.
 #[must_use]
 pub fn find(path: &str, body: &Object<'_>) -> Option<PreambleRange> {
     let place = PreamblePlace::for_path(path)?;
@@ -102,7 +87,7 @@ pub fn find(path: &str, body: &Object<'_>) -> Option<PreambleRange> {
     Some(PreambleRange { client, range: body.range_of(removed_text) })
 }
 
-/// Returns the client that wrote the preamble, and the slice of `messages` to remove.
+/// Returns the client, and the slice of `messages` to remove.
 fn find_in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
     let first_message = first_element(messages)?;
     let message = Object::parse(first_message.value.get().as_bytes()).ok()?;
@@ -119,20 +104,18 @@ fn find_in_first_message(messages: &RawValue) -> Option<(&'static str, &str)> {
     Some((preamble.client, removed_text))
 }
 
-/// A preamble at the beginning of a message's or system prompt's content, as slices of the body.
+/// Slices of the body.
 struct Preamble<'a> {
     client: &'static str,
-    /// The preamble's text, with the line breaks after it.
+    /// With the line breaks after it.
     text: &'a str,
-    /// The content block of the preamble with its comma, if the block holds nothing else.
+    /// The preamble's block with its comma, if the block holds nothing else.
     block: Option<&'a str>,
-    /// Whether the content holds only the preamble.
     is_whole_content: bool,
 }
 
 impl<'a> Preamble<'a> {
-    /// Looks for a preamble in `content`: in a string, or in the first block of an array if that
-    /// block is a text block.
+    /// `content` is a string, or an array whose first block is read if it is a text block.
     fn find(place: PreamblePlace, content: &'a RawValue) -> Option<Self> {
         if content.get().starts_with('"') {
             let (preamble_match, text) = find_in_string(place, content)?;
@@ -159,8 +142,7 @@ impl<'a> Preamble<'a> {
     }
 }
 
-/// Looks for a preamble at the beginning of a JSON string. Returns the match, and the slice of the
-/// string that holds the preamble.
+/// Also returns the slice of the string that holds the preamble.
 fn find_in_string(place: PreamblePlace, string: &RawValue) -> Option<(PreambleMatch, &str)> {
     let string_content = string.get().strip_prefix('"')?.strip_suffix('"')?;
     let preamble_match = pattern::find(place, string_content)?;

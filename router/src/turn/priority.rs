@@ -1,11 +1,10 @@
 //! Bounds the priority that a turn asks for by its client's key. Pure.
 //!
-//! A turn asks by the body's member `priority`, as the engine reads it: a whole number, of which
-//! more is more urgent. Its sign is the turn's class here: below 0 is `low`, 0 is `normal`, above 0
-//! is `high`. A turn that asks for more than the key's bound gets the bound, and the number in its
-//! body is replaced. A body without `priority` stays as it is. If it hints at a priority, the turn
-//! gets that, within the bound, and the agent adds it to the body if its engine takes priorities.
-//! Else the turn has the key's class.
+//! The engine reads the body's member `priority` as a whole number, of which more is more urgent.
+//! Its sign is the turn's class: below 0 is `low`, 0 is `normal`, above 0 is `high`. A number above
+//! the key's bound is replaced. A body without `priority` stays: a hint counts within the bound,
+//! and the agent adds it to the body if its engine takes priorities. Without a hint the key's class
+//! counts.
 
 use bytes::Bytes;
 use proto::body::{self, Object};
@@ -13,19 +12,16 @@ use service::auth::keys::{KeyPriority, PriorityClass};
 
 const KEY: &str = "priority";
 
-/// The class of a turn, and the number that its body must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TurnPriority {
     pub(super) class: PriorityClass,
-    /// The number that replaces the body's own. `None`: the body stays.
+    /// `None`: the body stays.
     replacement: Option<i64>,
-    /// The priority that the body hints at, within the key's bound, if the body states none.
+    /// Within the key's bound, if the body states no priority.
     pub(super) hint: Option<i64>,
 }
 
 impl TurnPriority {
-    /// Reads the priority of a turn whose key has these classes. `hint` is the priority that the
-    /// body hints at.
     pub(super) fn read(object: &Object<'_>, hint: Option<i64>, of_key: KeyPriority) -> Self {
         let bound = of_key.bound();
         let Some(asked) = object.get(KEY).filter(|value| value.get() != "null") else {
@@ -44,12 +40,11 @@ impl TurnPriority {
         Self { class, replacement: (!may_stay).then_some(most(bound)), hint: None }
     }
 
-    /// Whether the body needs another number.
     pub(super) fn changes_body(self) -> bool {
         self.replacement.is_some()
     }
 
-    /// Returns the body with the number that the turn gets. All other bytes stay.
+    /// All other bytes stay.
     pub(super) fn apply(self, bytes: Bytes) -> Bytes {
         let Some(replacement) = self.replacement else { return bytes };
         let Ok(object) = Object::parse(&bytes) else { return bytes };
@@ -58,7 +53,6 @@ impl TurnPriority {
     }
 }
 
-/// Returns the class of a priority.
 fn class_of(priority: i64) -> PriorityClass {
     match priority {
         ..0 => PriorityClass::Low,

@@ -1,6 +1,4 @@
 //! Refuses prompts that fit into no worker's context, before an engine tokenizes them.
-//!
-//! `turn` asks while a body arrives, and again when it is there. `residency` counts the tokens.
 
 use std::time::Instant;
 
@@ -13,8 +11,8 @@ use super::{
 };
 use crate::shares::Sharer;
 
-/// Refuses a prompt that fits into no worker's context. An engine would refuse it too, but only
-/// after tokenizing all of it, while its other clients wait.
+/// An engine would refuse such a prompt too, but only after tokenizing all of it, while its other
+/// clients wait.
 pub(super) async fn check(
     shared: &Shared,
     turn: &Turn,
@@ -33,8 +31,7 @@ pub(super) async fn check(
     }
 }
 
-/// Returns the longest context of any worker, in tokens. `None` if no worker is known, or if one
-/// cuts longer prompts.
+/// `None` if no worker is known, or if one cuts longer prompts.
 pub(super) fn longest_context_tokens(shared: &Shared) -> Option<u64> {
     let view = shared.directory.view();
     if view.workers().any(|(.., facts)| facts.description.engine.shortens_prompts) {

@@ -1,16 +1,9 @@
 //! Sends a turn to an agent, and streams the answer back to the client.
 //!
-//! `turn` calls this module once per attempt, with a turn that `decide` has placed on a worker. The
-//! agent forwards the turn to its engine. This module chooses no worker and doesn't retry.
-//!
-//! A turn is one request and its answer. A placed turn has a lease (its tokens count as load of the
-//! worker), a hold (its session stays bound to the worker) and a permit (the router limits the
-//! turns in flight). The answer's body keeps these until the answer ends. Answers are not buffered,
-//! and this module changes no byte of a body. A stream that waits for its first event gets comments
-//! before that event.
-//!
-//! If the client goes away, hyper drops the answer's body. That drops the connection to the agent,
-//! and the agent cancels the turn.
+//! A turn's lease, hold and capacity live in the answer's body until the answer ends. No answer is
+//! buffered and no byte changed. A stream that waits for its first event gets comments before it.
+//! If the client leaves, hyper drops the body and with it the connection to the agent, which
+//! cancels the turn.
 
 use std::{
     pin::Pin,
@@ -59,20 +52,19 @@ use crate::{
     shares::{Share, Sharer},
 };
 
-/// Answer header: the worker that answered, as `agent/rank`.
+/// The worker that answered, as `agent/rank`.
 pub(crate) const WORKER_HEADER: HeaderName = HeaderName::from_static("x-berth-worker");
-/// Answer header: the worker that computed the prompt, as `agent/rank`, if it was another one.
+/// The worker that computed the prompt, as `agent/rank`, if it was another one.
 pub(crate) const PREFILL_WORKER_HEADER: HeaderName =
     HeaderName::from_static("x-berth-prefill-worker");
-/// Answer header: why that worker was chosen.
 pub(crate) const PLACEMENT_HEADER: HeaderName = HeaderName::from_static("x-berth-placement");
 
-/// The comment for a stream that waits for its first event. The format of server-sent events lets
-/// clients skip such lines. No empty line follows: some decoders take it for the end of an event
-/// without data (openai-go before 3.43, fetch-event-source, sseclient), and their users parse that.
+/// Clients skip such lines of server-sent events. No empty line follows: some decoders take it for
+/// the end of an event without data (openai-go before 3.43, fetch-event-source, sseclient), and
+/// their users parse that.
 pub(crate) const WAITING_COMMENT: Bytes = Bytes::from_static(b": waiting\n");
 
-/// A client's request as it is sent to agents. It can be sent more than once.
+/// The request can be sent more than once.
 #[derive(Debug)]
 pub(crate) struct OutboundTurn {
     pub(crate) method: Method,
@@ -80,26 +72,19 @@ pub(crate) struct OutboundTurn {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Arc<RetryBody>,
     pub(crate) turn_id: u64,
-    /// What the agent is told of the client's hints.
     pub(super) hints: TurnHints,
-    /// The client that sent the turn.
     pub(super) principal: Arc<str>,
-    /// The client, for the memory in which its prompt is tokenized.
+    /// The client in whose share of memory the prompt is tokenized.
     pub(crate) sharer: Sharer,
-    /// The kind of the turn's route. The time to an answer's first byte counts in the metric of
-    /// that time if tokens are generated.
+    /// The time to the first byte counts in its metric only for kinds that generate tokens.
     pub(crate) kind: Kind,
-    /// When the request arrived at the router.
     pub(crate) arrived_at: Instant,
-    /// When the turn is cut off.
     pub(crate) deadline: Instant,
-    /// What gets the turn's record, and its spans.
     pub(super) observers: Observers,
 }
 
 impl OutboundTurn {
-    /// Builds a request to the agent of a worker, with this turn's method and headers that say for
-    /// which turn it is.
+    /// The request's headers say for which turn it is.
     pub(super) fn request_to_agent(
         &self,
         target: &Target<'_>,
@@ -133,7 +118,7 @@ impl OutboundTurn {
         request
     }
 
-    /// Builds the request that runs the turn, or a half of it, on a worker.
+    /// The request runs the whole turn, or a half of it.
     pub(super) fn turn_request(&self, target: &Target<'_>, body: Bytes) -> Request<Full<Bytes>> {
         let (path_and_query, headers) = (self.path_and_query.clone(), self.headers.clone());
         let mut request = self.request_to_agent(target, path_and_query, headers, body);
@@ -147,7 +132,6 @@ impl OutboundTurn {
         request
     }
 
-    /// Sends the turn and waits for the head of its answer.
     pub(super) async fn send(
         &self,
         upstream: &UpstreamClient,
@@ -168,7 +152,6 @@ impl OutboundTurn {
     }
 }
 
-/// Sends a request for a turn to an agent, and waits for the head of the answer.
 pub(super) async fn send_request(
     upstream: &UpstreamClient,
     worker: WorkerRef,
@@ -202,12 +185,10 @@ pub(super) async fn send_request(
     })
 }
 
-/// Returns the header value for a turn's id.
 fn turn_id_header(turn_id: u64) -> HeaderValue {
     HeaderValue::from_str(&format!("{turn_id:016x}")).expect("hex digits are legal")
 }
 
-/// Builds the client's answer: the agent's answer, with headers for the worker and the placement.
 pub(crate) fn build_answer(
     shared: &Shared,
     outbound: &OutboundTurn,
@@ -274,22 +255,20 @@ pub(crate) fn build_answer(
     Response::from_parts(parts, axum::body::Body::new(body))
 }
 
-/// Whether the body of an answer with these headers is a stream of server-sent events.
 pub(crate) fn is_event_stream(headers: &HeaderMap) -> bool {
     let content_type = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
     content_type.is_some_and(|value| value.starts_with(b"text/event-stream"))
 }
 
-/// The capacity of the router that a turn takes. It returns on drop.
+/// The capacity returns on drop.
 #[derive(Debug)]
 pub(crate) struct TurnCapacity {
-    /// One of the turns in flight.
+    /// One share for each of the turn's sequences.
     pub(super) _turn: Share,
-    /// The tokens of the turn, if its key has a limit of them, until the turn has a recorder.
+    /// Set if the turn's key has a limit of tokens, until the turn has a recorder.
     pub(super) tokens: Option<TurnTokens>,
 }
 
-/// What a turn holds until its answer has ended.
 #[derive(Debug)]
 struct InFlightTurn {
     recorder: TurnRecorder,
@@ -299,17 +278,14 @@ struct InFlightTurn {
     _capacity: TurnCapacity,
 }
 
-/// Ends an answer at the turn's deadline, or when the agent has stopped answering. Says when a
-/// stream that waits for its first event gets a comment.
+/// Ends an answer at the turn's deadline, or when the agent has stopped answering.
 #[derive(Debug)]
 struct AnswerTimer {
     deadline: Instant,
-    /// When the agent is checked next.
     next_check: Instant,
-    /// When the next comment is due, and the interval after it. `None` for an answer that gets no
-    /// comments, or no more.
+    /// When the next comment is due, and the interval after it. `None` if no more come.
     comments: Option<(Instant, Duration)>,
-    /// Ends at the first of these times.
+    /// Ends at the first of the times above.
     sleep: Pin<Box<Sleep>>,
     /// Whether a part of the answer has come since the last check.
     has_come: bool,
@@ -317,16 +293,12 @@ struct AnswerTimer {
     pulses: Arc<Pulses>,
 }
 
-/// Why an answer's timer wakes the answer.
 enum Wake {
-    /// The stream has waited for so long that it gets a comment.
     Comment,
-    /// The answer must end.
     End(TurnOutcome, StreamError),
 }
 
 impl AnswerTimer {
-    /// `comments` says when the first comment is due, and the interval after it.
     fn new(
         deadline: Instant,
         comments: Option<(Instant, Duration)>,
@@ -353,7 +325,6 @@ impl AnswerTimer {
         self.sleep.as_mut().reset(wake_at.into());
     }
 
-    /// Waits until the answer must end, or gets a comment.
     fn poll_wake(&mut self, context: &mut Context<'_>) -> Poll<Wake> {
         loop {
             ready!(self.sleep.as_mut().poll(context));
@@ -383,34 +354,28 @@ impl AnswerTimer {
     }
 }
 
-/// The body of an answer to a client: the agent's body, cut off at the turn's deadline.
 #[derive(Debug)]
 struct AnswerBody {
-    /// The body from the agent.
     agent_body: AgentBody,
     timer: AnswerTimer,
-    /// What the turn holds; `None` after the last frame, or that of the closing event. The client
-    /// may then leave, or send the session's next turn at once, and the session must not seem busy.
+    /// `None` after the last frame, or that of the closing event. The client may then leave, or
+    /// send the session's next turn at once, and the session must not seem busy.
     in_flight: Option<InFlightTurn>,
-    /// Whether the answer's status is 2xx.
     is_success: bool,
 }
 
 impl AnswerBody {
-    /// Releases what the turn holds, and records its outcome.
     fn end_turn(&mut self, outcome: TurnOutcome) {
         if let Some(mut in_flight) = self.in_flight.take() {
             in_flight.recorder.set_outcome(outcome);
         }
     }
 
-    /// Returns the outcome of a turn whose whole answer was received.
     fn complete_outcome(&self) -> TurnOutcome {
         if self.is_success { TurnOutcome::Ok } else { TurnOutcome::ErrorAnswer }
     }
 }
 
-/// Why an answer was cut off.
 #[derive(Debug, thiserror::Error)]
 enum StreamError {
     #[error("the turn took longer than turn_ms_max")]

@@ -1,8 +1,8 @@
 //! Reads a turn (a request and its answer) from its request, and changes its body.
 //!
-//! `turn` calls [`read_turn`] with each body that has arrived. The steps that read a body take time
-//! in proportion to its length, or more. So a long body is read on a blocking thread, in a place of
-//! its client, and other requests don't wait for it. All later steps use the changed body.
+//! Reading takes time in proportion to a body's length, or more. So a long body is read on a
+//! blocking thread, in a place of its client, and other requests don't wait for it. All later steps
+//! use the changed body.
 
 use std::sync::Arc;
 
@@ -40,19 +40,15 @@ use crate::{
     shares::Sharer,
 };
 
-/// A turn, as its request describes it.
 #[derive(Debug)]
 pub(super) struct ReadTurn {
     pub(super) turn: Turn,
-    /// What of the body a session can't take.
     pub(super) unfit: Unfit,
     /// The body, as later steps use it.
     pub(super) held_body: HeldBody,
-    /// The class of the turn.
     pub(super) class: PriorityClass,
 }
 
-/// A request, without its body.
 #[derive(Clone, Copy)]
 struct Head<'a> {
     kind: Kind,
@@ -60,16 +56,13 @@ struct Head<'a> {
     path: &'a str,
     headers: &'a HeaderMap,
     sharer: &'a Sharer,
-    /// Identifies the sender of the request.
     principal: &'a str,
-    /// The models that engines serve; `None` if no other names of models are set.
+    /// `None` if no other names of models are set.
     view: Option<&'a Snapshot>,
 }
 
-/// Reads a turn from its request. Changes the body: removes a volatile preamble, bounds the turn's
-/// priority, puts the real name of a model with an adapter in place of an alias, and adds a salt
-/// where caches are isolated. `principal` identifies the sender of the
-/// request.
+/// Removes a volatile preamble from the body, bounds the turn's priority, puts the real name of a
+/// model with an adapter in place of an alias, and adds a salt where caches are isolated.
 pub(super) async fn read_turn(
     shared: &Arc<Shared>,
     kind: Kind,
@@ -101,7 +94,7 @@ pub(super) async fn read_turn(
 }
 
 impl Head<'_> {
-    /// Reads the turn, whose body may be a form.
+    /// The body may be a form.
     fn read_any(self, shared: &Shared, held_body: HeldBody) -> Result<ReadTurn, Error> {
         let class = self.sharer.class;
         let pairs = PairUse::Never(Unpaired::NotGenerated);
@@ -119,7 +112,6 @@ impl Head<'_> {
         self.read_object(shared, held_body)
     }
 
-    /// Reads the turn from its body, a JSON object, and changes the body.
     fn read_object(self, shared: &Shared, mut held_body: HeldBody) -> Result<ReadTurn, Error> {
         let Self { kind, headers, principal, .. } = self;
         let object = Object::parse(&held_body.bytes).map_err(request::Error::from)?;
@@ -181,12 +173,11 @@ impl Head<'_> {
         Ok(ReadTurn { turn, unfit, held_body, class })
     }
 
-    /// Returns the real model that a name stands for, if it is another name.
+    /// `None` if the name stands for itself.
     fn real_model(self, shared: &Shared, name: &str) -> Option<RealModel> {
         shared.model_names.resolve(name, &self.view?.engines())
     }
 
-    /// Returns the range of the preamble to cut out of a turn's body, and counts the preamble.
     fn find_preamble(self, shared: &Shared, body: &Object<'_>) -> Option<PreambleRange> {
         if !self.kind.is_generation() || shared.preamble == PreamblePolicy::Keep {
             return None;

@@ -1,9 +1,7 @@
 //! Follows a placed turn to its end, and makes the record of it: once for each turn, by `Drop`.
 //!
-//! A turn is one request and its answer. `turn` creates a [`TurnRecorder`] when it has placed a
-//! turn, and the answer's body keeps it. The end of the answer, a failure and a client that leaves
-//! all drop the recorder. What counts or shows the ends of turns is fed there and nowhere else: the
-//! metrics, the keys' limits of tokens, the access log, the trace, and the list of the last turns.
+//! The end of the answer, a failure and a client that leaves all drop the [`TurnRecorder`]. What
+//! counts or shows the ends of turns is fed there and nowhere else.
 
 use std::{
     sync::Arc,
@@ -36,52 +34,44 @@ use crate::{
     metrics::{Metrics, TurnOutcome, TurnTokenCounts},
 };
 
-/// What gets the record of a turn for its operator, as the request brings it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Observers {
-    /// The request's entry in the access log. `None` without a log.
+    /// `None` without a log.
     access_entry: Option<Arc<AccessEntry>>,
-    /// The turn's trace.
     pub(super) trace: Trace,
 }
 
 impl Observers {
-    /// Takes the observers of a request out of its extensions.
     pub(super) fn take_from(extensions: &mut Extensions) -> Self {
         let trace = extensions.remove().unwrap_or_default();
         Self { access_entry: extensions.remove(), trace }
     }
 }
 
-/// Counts a turn as in flight, and records its end on drop. Its many fields: each that counts or
-/// shows the end has its own.
+/// Records the turn's end on drop. Its many fields: each that counts or shows the end has its own.
 #[derive(Debug)]
 pub(crate) struct TurnRecorder {
     metrics: Arc<Metrics>,
     directory: Arc<SessionDirectory>,
     recent_turns: Arc<Mutex<RecentTurns>>,
     worker: WorkerRef,
-    /// What is known of the turn so far. `None` only during the drop.
+    /// `None` only during the drop.
     record: Option<TurnRecord>,
-    /// Reads what the turn used. `None` before the turn has a successful answer: then the engine
-    /// has computed nothing.
+    /// `None` before a successful answer: until then the engine has computed nothing.
     meter: Option<UsageMeter>,
-    /// The tokens of the turn, if its key has a limit of them.
+    /// Set if the turn's key has a limit of tokens.
     tokens: Option<TurnTokens>,
-    /// When the turn was placed, and the time to its first byte that placement expected.
     placed_at: Instant,
     ttft_expected: Option<Duration>,
-    /// When the last part of the answer's body came. `None` before the first.
+    /// `None` before the first part of the answer's body.
     last_part_at: Option<Instant>,
     is_stream: bool,
-    /// The span of the answer's body, from its head to its end.
+    /// The span from the answer's head to its end.
     stream: Span,
     observers: Observers,
 }
 
 impl TurnRecorder {
-    /// Creates the recorder of a turn that has just been placed. `tokens` is what the turn takes
-    /// from its key's limit of them.
     pub(super) fn new(
         shared: &Shared,
         turn: &Turn,
@@ -128,12 +118,10 @@ impl TurnRecorder {
         }
     }
 
-    /// Sets who gets the turn's record.
     pub(super) fn set_observers(&mut self, observers: Observers) {
         self.observers = observers;
     }
 
-    /// Records that the turn goes to a second worker.
     pub(super) fn move_to(&mut self, placed: &PlacedTurn) {
         self.worker = placed.worker;
         (self.placed_at, self.ttft_expected) = (now(), placed.ttft_expected);
@@ -145,7 +133,7 @@ impl TurnRecorder {
         record.uncached_tokens_expected = placed.uncached_tokens_expected;
     }
 
-    /// Records the head of the answer. `is_success`: whether its status is 2xx.
+    /// `is_success`: whether the status is 2xx.
     pub(super) fn begin_answer(&mut self, status: u16, is_success: bool, is_stream: bool) {
         self.record_mut().status = Some(status);
         self.is_stream = is_stream;
@@ -153,7 +141,7 @@ impl TurnRecorder {
         self.meter = is_success.then(|| UsageMeter::new(is_stream));
     }
 
-    /// Takes in a part of the answer's body. Returns whether it is the first part.
+    /// Returns whether it is the first part of the answer's body.
     pub(super) fn record_data(&mut self, data: &[u8]) -> bool {
         self.metrics.response_bytes.inc_by(data.len() as u64);
         if let Some(meter) = &mut self.meter {
@@ -170,12 +158,11 @@ impl TurnRecorder {
         true
     }
 
-    /// Whether the client has the answer's closing event. It may leave then, before the body ends.
+    /// The client may leave after the closing event, before the body ends.
     pub(super) fn is_closed(&self) -> bool {
         self.meter.as_ref().is_some_and(UsageMeter::is_closed)
     }
 
-    /// Records when the first part of the answer's body came.
     fn record_first_part(&mut self, came_at: Instant) {
         let is_success = self.meter.is_some();
         let record = self.record_mut();
@@ -191,7 +178,7 @@ impl TurnRecorder {
         }
     }
 
-    /// Records how the turn ends. It ends with the recorder's drop.
+    /// The turn ends with the recorder's drop.
     pub(super) fn set_outcome(&mut self, outcome: TurnOutcome) {
         self.record_mut().outcome = outcome;
     }
@@ -200,7 +187,7 @@ impl TurnRecorder {
         self.record.as_mut().expect("only the drop takes the record")
     }
 
-    /// Returns how the session's KV is kept on the turn's worker, as its agent last reported it.
+    /// Returns the retention that the agent of the turn's worker last reported.
     fn retention(&self, record: &TurnRecord) -> Option<Retention> {
         let view = self.directory.view();
         let entries = view.sessions.locate(record.session.as_ref()?);

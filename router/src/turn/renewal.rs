@@ -1,9 +1,8 @@
 //! Renews claims while turns run whose sessions no agent reports yet.
 //!
 //! A claim lives long enough for a session's first turn to reach its agent, which then reports the
-//! session. Two kinds of turns need more: those that wait in this router for long, such as while
-//! their prompts are computed in stages, and those of sessions that are only placed, which no agent
-//! ever reports. Their claims are renewed until they end.
+//! session. Turns that wait here for long need more, such as for staged prefill, and so do sessions
+//! that are only placed, which no agent ever reports.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -15,12 +14,11 @@ use tokio_util::sync::CancellationToken;
 use super::directory::SessionDirectory;
 use crate::{claims::Claims, fleet::worker::WorkerRef, placement::affinity::Claimed};
 
-/// The most claims that are watched. A claim beyond that isn't renewed, and expires.
+/// A claim beyond that isn't renewed, and expires.
 const WATCHED_MAX: usize = 16_384;
-/// The most new claims that wait for the task, which takes each at once.
+/// The task takes each new claim at once.
 const QUEUED_MAX: usize = 1024;
 
-/// A claim of a session with a turn.
 #[derive(Debug, Clone)]
 struct Watched {
     key: SessionKey,
@@ -28,22 +26,18 @@ struct Watched {
     generation: u64,
 }
 
-/// Takes the claims that may need to be renewed.
 #[derive(Debug, Clone)]
 pub(super) struct Renewals(mpsc::Sender<Watched>);
 
-/// The queue of the task that renews claims.
 #[derive(Debug)]
 pub(crate) struct RenewalQueue(mpsc::Receiver<Watched>);
 
-/// Creates the queue, and its sender.
 pub(super) fn queue() -> (Renewals, RenewalQueue) {
     let (sender, receiver) = mpsc::channel(QUEUED_MAX);
     (Renewals(sender), RenewalQueue(receiver))
 }
 
 impl Renewals {
-    /// Has the claim of a session with a turn renewed.
     pub(super) fn watch(&self, key: &SessionKey, worker: WorkerRef, generation: Option<u64>) {
         let Some(generation) = generation else { return };
         // If the queue is full, the claim expires. Its session is probably reported by then.
@@ -51,7 +45,6 @@ impl Renewals {
     }
 }
 
-/// Renews claims until it is cancelled.
 pub(crate) async fn run(
     queue: RenewalQueue,
     directory: Arc<SessionDirectory>,
@@ -93,7 +86,7 @@ async fn renew_all(
     }
 }
 
-/// Renews a claim if it is still needed. Returns the claim to renew next.
+/// Returns the claim to renew next; `None` if it is no longer needed.
 async fn renew(
     Watched { key, worker, generation }: Watched,
     directory: &SessionDirectory,

@@ -1,22 +1,13 @@
 //! Reads what a client's request says about its session, from the headers and the JSON body.
 //!
-//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. A request can name its session, open or close the session, and say whether its body has
-//! the full history or is a delta (only the tokens that are new in this turn).
-//!
-//! `turn` calls [`read`] with the request's headers and body, and gets a [`Turn`]. `http` uses the
-//! parsers of single fields for its session routes. This module is pure. It reads a few members of
-//! the body and changes nothing. It doesn't know which sessions exist: `decide` checks that.
-//!
-//! A session belongs to a *principal*, the sender of its requests. Two principals can use the same
-//! session id for different sessions.
-//!
 //! The session's id is taken from the first source that is present: `nvext.session_control` in the
 //! body (a field of the Dynamo API), the header `x-berth-session-id`, `session_params.id` in the
 //! body (the turn is then a delta), what clients send on their own ([`session_names`]),
 //! `session_id` in the body, and at last a header that may name only the request. An id that
 //! clients send on their own is a hint, unless the turn says more about its session in Berth's own
 //! headers.
+//!
+//! Equal ids of two principals are two sessions. Pure: `decide` checks which sessions exist.
 
 use http::{HeaderMap, HeaderName};
 use proto::{
@@ -35,76 +26,60 @@ use super::{
 };
 use crate::{placement::PairUse, prompt::Prompt};
 
-/// Header: the session's id.
 pub const SESSION_ID_HEADER: HeaderName = HeaderName::from_static("x-berth-session-id");
-/// Header: `1` or `true` means that the body holds only the tokens that are new in this turn.
+/// `1` or `true` means that the body holds only the tokens that are new in this turn.
 pub const DELTA_HEADER: HeaderName = HeaderName::from_static("x-berth-delta");
-/// Header: `1` or `true` means that the session closes when this turn has ended.
+/// `1` or `true` means that the session closes when this turn has ended.
 pub const SESSION_FINAL_HEADER: HeaderName = HeaderName::from_static("x-berth-session-final");
-/// Header: how the engine keeps a new session's KV between turns. `pinned` KV is private to the
-/// session and isn't evicted. `tagged` KV is evicted after other KV. `none` keeps it as any other
-/// KV. With `auto`, the agent chooses.
+/// How the engine keeps a new session's KV between turns. `pinned` KV is private to the session and
+/// isn't evicted, `tagged` KV is evicted after other KV, `none` is as any other KV. With `auto`,
+/// the agent chooses.
 pub const RETENTION_HEADER: HeaderName = HeaderName::from_static("x-berth-retention");
 
-/// The longest idle time that a client may set, in seconds: ten years. A longer time is a mistake,
-/// and could overflow the agent's clock.
+/// Ten years. A longer time is a mistake, and could overflow the agent's clock.
 const IDLE_SECONDS_MAX: f64 = 315_360_000.0;
 
-/// The most bytes of an object whose members Berth reads. Real ones have hundreds.
+/// Objects whose members Berth reads have hundreds of bytes.
 const OBJECT_BYTES_MAX: usize = 64 << 10;
 const OBJECT_ALLOWED: &str = "an object of at most 64 KiB with at most 4096 members";
 const NVEXT_ALLOWED: &str = "an object with at most 4096 members";
 
-/// What an idle time must be, for the client.
 const IDLE_SECONDS_ALLOWED: &str = "a positive number of seconds, at most ten years";
 
-/// Why a request can't be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The body is not one JSON object.
     #[error("{0}; send one JSON object")]
     Body(#[from] body::Error),
-    /// The length of a session id is out of bounds.
     #[error("{0}; send an id of that length")]
     SessionId(#[from] id::Error),
-    /// A field or header has an invalid type or value.
     #[error("{field} must be {allowed}")]
     Field {
         /// The name of the field or header.
         field: &'static str,
-        /// The values that are allowed.
         allowed: &'static str,
     },
-    /// The engine can't keep apart by client what it caches of the route's requests.
     #[error("this route's prompts would share a cache with other clients; use another route")]
     NotIsolated,
-    /// The request is a delta turn but names no session.
     #[error("{DELTA_HEADER} is set but no session is named; add {SESSION_ID_HEADER}")]
     DeltaWithoutSession,
 }
 
-/// What a name in a header that clients send on their own may name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HintKind {
-    /// The session.
     Session,
     /// The session, or only the request.
     SessionOrRequest,
 }
 
-/// The member `nvext` of a body, a field of the Dynamo API.
+/// A field of the Dynamo API.
 #[derive(Debug, Default)]
 pub struct Nvext<'a> {
     session_control: Option<Object<'a>>,
-    /// What the client hints at. `None` also if that can't be read.
+    /// `None` also if the hints can't be read.
     pub(super) agent_hints: Option<Object<'a>>,
 }
 
 impl<'a> Nvext<'a> {
-    /// Reads the member of a body.
-    ///
-    /// # Errors
-    /// When it is no object, or its `session_control` is none or a large one.
     pub fn read(body: &Object<'a>) -> Result<Self, Error> {
         let nvext = match body.get("nvext").filter(|raw| raw.get() != "null") {
             None => return Ok(Self::default()),
@@ -118,79 +93,58 @@ impl<'a> Nvext<'a> {
     }
 }
 
-/// The session that a turn belongs to, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionIntent {
-    /// The session's key.
     pub key: SessionKey,
-    /// Whether the client only hinted at the session. `None` if it named the session on purpose.
+    /// `None` if the client named the session on purpose.
     pub hint: Option<HintKind>,
     /// Whether the engine must keep the session's KV, by a pin or a tag.
     pub is_kept_required: bool,
-    /// The retention if this turn is the session's first turn. `None` lets the agent choose.
+    /// For the session's first turn. `None` lets the agent choose.
     pub retention: Option<Retention>,
-    /// Whether the body holds only the tokens that are new in this turn.
     pub is_delta: bool,
-    /// Whether the client opens the session with this turn.
     pub opens_session: bool,
-    /// Whether the session closes when this turn has ended.
     pub closes_session: bool,
-    /// Whether the router only sends the session's turns to the same worker. The agent then knows
-    /// no session.
+    /// The router only sends the session's turns to the same worker. The agent knows no session.
     pub is_placement_only: bool,
-    /// The time without a turn after which the session is closed, in milliseconds.
+    /// Time without a turn after which the session closes.
     pub idle_ms_max: Option<u64>,
 }
 
-/// The parts of a turn that routing needs. Its many fields: each is read from another place of the
-/// request, and used by another step.
+/// Its many fields: each is read from another place of the request, and used by another step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
-    /// The turn's session. `None` for a turn without a session.
     pub session: Option<SessionIntent>,
-    /// Whether the client has hinted at its session by a name that can't be used.
     pub has_unusable_name: bool,
-    /// A name of the turn that came for the first time and may name only the request. If it comes
-    /// again, it names a session.
+    /// This name may be only the request's. If it comes again, it names a session.
     pub name_seen_once: Option<SessionKey>,
-    /// What agents are told of the client's hints.
     pub hints: TurnHints,
-    /// The session that started this turn's session, as a sub-agent.
+    /// The session that started this one, as a sub-agent.
     pub parent: Option<SessionKey>,
-    /// A key made of the client's `prompt_cache_key`. Turns with the same key should go to the same
-    /// worker. It is never used as a session's id.
+    /// Made of the client's `prompt_cache_key`, to bring turns with the same key to one worker.
+    /// Never a session's id.
     pub cache_key: Option<SessionKey>,
-    /// The model named in the body; `model:adapter` or `:adapter` if it names a LoRA adapter.
+    /// `model:adapter` or `:adapter` if the body names a LoRA adapter.
     pub model: Option<String>,
-    /// The weights that the turn's engine must have.
     pub weights: Option<WantedWeights>,
-    /// The place of the prompt in the body.
     pub prompt: Prompt,
-    /// The length of the body in bytes.
     pub body_bytes: u64,
-    /// The sequences that an engine runs for the turn: its prompts times the answers to each.
+    /// The turn's prompts times the answers to each.
     pub sequences: u32,
-    /// Whether the client asks for a stream of events.
     pub wants_stream: bool,
-    /// The names by which the client can abort the turn.
     pub names: TurnNames,
-    /// The id of the stored response that the turn continues.
+    /// The stored response that the turn continues.
     pub previous_response: Option<String>,
-    /// The index of the agent whose engine has that response. Only that engine can run the turn.
+    /// Index of the agent whose engine has that response. Only that engine can run the turn.
     pub response_agent: Option<usize>,
-    /// Whether a pair of a prefill and a decode engine may run the turn.
     pub pairs: PairUse,
-    /// Whether the client asks for log probabilities of its prompt, which only a prefill engine of
-    /// a pair has.
+    /// Whether the answer needs log probabilities of the prompt, which only a pair's prefill engine
+    /// has.
     pub merges_logprobs: bool,
 }
 
-/// Returns the session that the headers surely name, and whether they only hint at it. The router
-/// can check it before it reads the body. `names` has the headers that hint at sessions.
-///
-/// # Errors
-/// When the header `x-berth-session-id` has an id whose length is out of bounds, or that is not
-/// UTF-8.
+/// Returns the session that the headers surely name, so that the router can check it before it
+/// reads the body. `names` has the headers that hint at sessions.
 pub fn header_session(
     names: &SessionHeaders,
     headers: &HeaderMap,
@@ -205,7 +159,6 @@ pub fn header_session(
     }
 }
 
-/// Returns the session named in Berth's own header.
 fn own_header_session(headers: &HeaderMap, principal: &str) -> Result<Option<SessionKey>, Error> {
     match header_text(headers, &SESSION_ID_HEADER)? {
         Some(id) => Ok(Some(SessionKey::new(principal, id)?)),
@@ -213,11 +166,7 @@ fn own_header_session(headers: &HeaderMap, principal: &str) -> Result<Option<Ses
     }
 }
 
-/// Reads a turn from its headers and its whole body. `names` has the headers that hint at sessions.
-///
-/// # Errors
-/// When the body is not one JSON object, a session id or a field is invalid, or a delta turn names
-/// no session.
+/// `names` has the headers that hint at sessions.
 pub fn read(
     names: &SessionHeaders,
     headers: &HeaderMap,
@@ -228,10 +177,7 @@ pub fn read(
     read_object(names, headers, &object, &Nvext::read(&object)?, principal)
 }
 
-/// Reads a turn from its headers, its parsed body and the `nvext` of that.
-///
-/// # Errors
-/// When a session id or a field is invalid, or a delta turn names no session.
+/// `nvext` is that of `object`.
 pub fn read_object(
     names: &SessionHeaders,
     headers: &HeaderMap,
@@ -299,7 +245,6 @@ pub fn read_object(
     })
 }
 
-/// Returns the name that counts, and whether it is a hint.
 fn choose_name(
     own_key: Option<SessionKey>,
     hint: Hint,
@@ -317,14 +262,12 @@ fn choose_name(
     })
 }
 
-/// Returns a key made of the body's `prompt_cache_key`.
 fn cache_key(object: &Object<'_>, principal: &str) -> Option<SessionKey> {
     let key = string_member_or_none(object, "prompt_cache_key")?;
     // The client's key can have any length, and a session key can't, so it is hashed.
     SessionKey::new(principal, format!("{:032x}", xxh3_128(key.as_bytes()))).ok()
 }
 
-/// Returns the weights that the headers ask for.
 fn header_weights(headers: &HeaderMap) -> Result<Option<WantedWeights>, Error> {
     let field = "the header x-berth-weights";
     let allowed = "`EPOCH`, `EPOCH/LABEL` or `/LABEL`";
@@ -333,10 +276,7 @@ fn header_weights(headers: &HeaderMap) -> Result<Option<WantedWeights>, Error> {
     wanted.map(Some).ok_or(Error::Field { field, allowed })
 }
 
-/// Converts an idle time that a client gave in seconds to milliseconds. Returns `None` for null.
-///
-/// # Errors
-/// When the value isn't a positive number of at most ten years. The error names `field`.
+/// Returns milliseconds for seconds, and `None` for null. An error names `field`.
 pub fn parse_idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, Error> {
     if value.is_null() {
         return Ok(None);
@@ -350,10 +290,7 @@ pub fn parse_idle_ms(value: &Value, field: &'static str) -> Result<Option<u64>, 
     Ok(Some(u64::try_from(milliseconds).expect("ten years fit").max(1)))
 }
 
-/// Returns the retention called `name`, or `None` for `auto`.
-///
-/// # Errors
-/// When there is no such retention. The error names `field`.
+/// `None` for `auto`. An error names `field`.
 pub fn parse_retention(name: &str, field: &'static str) -> Result<Option<Retention>, Error> {
     match name {
         "auto" => Ok(None),
@@ -364,20 +301,17 @@ pub fn parse_retention(name: &str, field: &'static str) -> Result<Option<Retenti
     }
 }
 
-/// What `nvext.session_control` asks the router to do with the session, besides running the turn.
+/// What a request asks for besides running the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SessionAction {
-    /// Nothing else: the turn is a further turn of the session.
+    /// Nothing else.
     Continue,
-    /// Open the session with this turn.
     Open,
-    /// Close the session after this turn.
     Close,
     /// Send the session's turns to the same worker, without a session at the agent.
     Bind,
 }
 
-/// The body's member `nvext.session_control`.
 struct SessionControl {
     session_id: String,
     action: SessionAction,
@@ -419,7 +353,6 @@ impl SessionControl {
     }
 }
 
-/// Returns the body's member `session_params.id`.
 fn session_params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
     match object_member(body, "session_params", "session_params")? {
         None => Ok(None),
@@ -427,8 +360,8 @@ fn session_params_id(body: &Object<'_>) -> Result<Option<String>, Error> {
     }
 }
 
-/// Reads a member that is an object of at most [`OBJECT_BYTES_MAX`]. Null counts as absent, and
-/// anything else is an error that names `field`.
+/// Null counts as absent. Other values, and objects beyond [`OBJECT_BYTES_MAX`], are errors that
+/// name `field`.
 fn object_member<'a>(
     body: &Object<'a>,
     key: &str,
@@ -445,7 +378,7 @@ fn object_member<'a>(
     }
 }
 
-/// Reads a string member. Null counts as absent, and any other type is an error that names `field`.
+/// Null counts as absent, and any other type is an error that names `field`.
 fn string_member(
     body: &Object<'_>,
     key: &str,
@@ -461,12 +394,11 @@ fn string_member(
     }
 }
 
-/// Reads a string member. A value of another type counts as absent. The engine reports it.
+/// A value of another type counts as absent. The engine reports it.
 fn string_member_or_none(body: &Object<'_>, key: &str) -> Option<String> {
     serde_json::from_str(body.get(key)?.get()).ok()
 }
 
-/// Returns the value of a header, which must be UTF-8. `None` if the header is absent.
 fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, Error> {
     let Some(value) = headers.get(name) else { return Ok(None) };
     std::str::from_utf8(value.as_bytes())
@@ -474,7 +406,7 @@ fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&
         .map_err(|_| Error::Field { field: "a session id in a header", allowed: "UTF-8" })
 }
 
-/// Reads a header that is `1`, `true`, `0` or `false`. An absent header counts as false.
+/// An absent header counts as false.
 fn header_flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> Result<bool, Error> {
     match headers.get(name).map(http::HeaderValue::as_bytes) {
         None | Some(b"0" | b"false") => Ok(false),
@@ -483,7 +415,7 @@ fn header_flag(headers: &HeaderMap, name: &HeaderName, field: &'static str) -> R
     }
 }
 
-/// Returns the retention that the headers ask for. `None` lets the agent choose.
+/// `None` lets the agent choose.
 fn header_retention(headers: &HeaderMap) -> Result<Option<Retention>, Error> {
     let field = "the header x-berth-retention";
     match headers.get(&RETENTION_HEADER) {

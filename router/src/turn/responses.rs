@@ -1,10 +1,8 @@
 //! Finds the worker that keeps a stored response of the Responses API, by the response's id.
 //!
-//! An engine keeps a response in its own memory, if it runs with `--enable-response-store`. The
-//! agent has given the response an id that names the agent and the response's owner (see
-//! [`proto::turn_rid`]). So every router finds the response, after a restart too, and another
-//! client's id is as good as an unknown one. A turn with `previous_response_id` goes to the worker
-//! of that response, because only its engine knows the conversation.
+//! An engine with `--enable-response-store` keeps a response in its own memory. The agent has given
+//! the response an id that names the agent and the owner (see [`proto::turn_rid`]). So every router
+//! finds it, after a restart too, and another client's id is as good as an unknown one.
 
 use std::sync::Arc;
 
@@ -28,13 +26,9 @@ use super::{
 };
 use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
 
-/// The longest part of an id that a message shows, in characters.
+/// In characters.
 const ID_SHOWN_MAX: usize = 100;
 
-/// Returns the index of the agent whose engine has made the response `id` for `principal`.
-///
-/// # Errors
-/// If the id names no agent of this fleet, or another client.
 pub(crate) fn find_agent(view: &Snapshot, id: &str, principal: &str) -> Result<usize, Error> {
     let rid = TurnRid::parse_response(id).filter(|rid| rid.is_owned_by(principal));
     let is_named = |rid: &TurnRid<'_>, index: usize| {
@@ -45,17 +39,14 @@ pub(crate) fn find_agent(view: &Snapshot, id: &str, principal: &str) -> Result<u
     agent.ok_or_else(|| Error::UnknownResponse { id: id.chars().take(ID_SHOWN_MAX).collect() })
 }
 
-/// Returns the body's `previous_response_id`, if the route reads it.
 pub(super) fn previous_response(kind: Kind, body: &Object<'_>) -> Option<String> {
     let id = body.get("previous_response_id").filter(|_| kind == Kind::Responses)?;
     // The engine refuses a value that is no string.
     serde_json::from_str(id.get()).ok()
 }
 
-/// Finds the agent of the response that a turn continues, if it continues one.
-///
-/// # Errors
-/// See [`find_agent`].
+/// A turn goes to the agent of the response that it continues: only its engine knows the
+/// conversation.
 pub(super) async fn find_previous(
     shared: &Shared,
     turn: &mut Turn,
@@ -67,11 +58,6 @@ pub(super) async fn find_previous(
     Ok(())
 }
 
-/// Sends a request for a stored response to the worker that has it, and returns the engine's
-/// answer.
-///
-/// # Errors
-/// If the response is unknown, or its worker gives no answer.
 pub(crate) async fn ask_engine(
     shared: &Arc<Shared>,
     principal: &str,

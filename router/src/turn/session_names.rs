@@ -1,15 +1,10 @@
 //! Knows the headers by which clients name their sessions on their own, and reads them.
 //!
-//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. Coding agents and benchmarks send such a name with every request, whichever server they
-//! talk to. So a name only *hints* at a session: a name that can't be used is ignored, and a turn
-//! that the session can't take runs without it. Names that a client sends to Berth on purpose are
-//! read in `request`, which calls this module. This module is pure.
+//! Coding agents and benchmarks send such a name with every request, whichever server they talk to.
+//! So a name only *hints* at a session: a name that can't be used is ignored. Pure.
 //!
-//! [`NAMES`] says for each header who sends it, and where and when that was read. The order of the
-//! table is the order in which names count. Headers that the settings add come before them.
-//! `requests.json` has the session headers of whole requests, by the same sources and with values
-//! made up, and a test reads them.
+//! Names count in the order of [`NAMES`], after those that the settings add. `requests.json` has
+//! session headers of whole requests, by the same sources and with values made up, for a test.
 //!
 //! `x-session-token` isn't one of them: llm-d writes a pod's name into it, which all conversations
 //! of that pod share, and elsewhere it is a login's secret.
@@ -17,40 +12,32 @@
 use http::{HeaderMap, HeaderName};
 use proto::{body::Object, id::SessionKey};
 
-/// A header by which clients name a session on their own.
 #[derive(Debug)]
 pub struct Name {
-    /// The header.
     pub header: HeaderName,
     /// The member that is the name, if the header's value is a JSON object.
     pub member: Option<&'static str>,
-    /// What it names.
     pub names: Named,
-    /// Who sends it.
     pub client: &'static str,
     /// Where this was read, and when.
     pub source: &'static str,
 }
 
-/// What a header names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Named {
-    /// The turn's session.
     Session,
-    /// The turn's session, or only the request: some gateways give each request a name of its own.
-    /// Such a name begins a session only when it comes a second time, and counts only if the body
-    /// names no session.
+    /// Some gateways give each request a name of its own. Such a name begins a session only when it
+    /// comes a second time, and counts only if the body names no session.
     SessionOrRequest,
-    /// A sub-agent within the session that the header before it names. The sub-agent is a session
-    /// of its own.
+    /// A session of its own, within the session that the header before it names.
     SubAgent,
     /// The session that started this one.
     Parent,
-    /// The sub-agent, within the same session, that started this sub-agent.
+    /// Within the same session, the sub-agent that started this one.
     ParentSubAgent,
 }
 
-/// All headers that name sessions, in the order in which they count.
+/// In the order in which they count.
 pub static NAMES: [Name; 19] = [
     name(
         CLAUDE_SESSION,
@@ -168,26 +155,22 @@ const CLAUDE_SESSION: &str = "x-claude-code-session-id";
 const CLAUDE_AGENT: &str = "x-claude-code-agent-id";
 const CLAUDE_PARENT_AGENT: &str = "x-claude-code-parent-agent-id";
 
-/// Longest JSON text in which a session's name is looked for, in bytes. Real ones have hundreds.
+/// Real ones have hundreds of bytes.
 const JSON_BYTES_MAX: usize = 16 << 10;
 
-/// What a request says about its session on its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Hint {
-    /// Nothing.
     Absent,
-    /// A name that can't be used: it is empty, too long or not UTF-8, or its JSON can't be read.
+    /// The name is empty, too long or not UTF-8, or its JSON can't be read.
     Unusable,
-    /// A session.
     Session {
-        /// The session's key.
         key: SessionKey,
         /// Whether the name may be that of the request alone.
         may_be_request: bool,
     },
 }
 
-/// The headers that hint at a turn's session: those of the settings, then those of [`NAMES`].
+/// Those of the settings, then those of [`NAMES`].
 #[derive(Debug, Clone, Default)]
 pub struct SessionHeaders {
     added: Vec<HeaderName>,
@@ -197,13 +180,12 @@ pub struct SessionHeaders {
 struct Unreadable;
 
 impl SessionHeaders {
-    /// Creates the list, with `added` before the known headers.
     #[must_use]
     pub fn new(added: Vec<HeaderName>) -> Self {
         Self { added }
     }
 
-    /// Finds the session that the headers hint at. The first name that can be used counts.
+    /// The first name that can be used counts.
     #[must_use]
     pub fn find(&self, headers: &HeaderMap, principal: &str) -> Hint {
         let added = self.added.iter().map(|header| (header, None, Named::Session));
@@ -236,8 +218,7 @@ impl SessionHeaders {
         hint
     }
 
-    /// Finds the session that the headers or else the body hint at. Only a name that may be the
-    /// request's own counts less than the body's.
+    /// Only a name that may be the request's own counts less than the body's.
     #[must_use]
     pub fn find_in_request(&self, headers: &HeaderMap, body: &Object<'_>, principal: &str) -> Hint {
         let in_headers = self.find(headers, principal);
@@ -252,8 +233,8 @@ impl SessionHeaders {
     }
 }
 
-/// Finds the session in the JSON text of `metadata.user_id`. Claude Code writes it there, and a
-/// proxy that drops its headers keeps it. Another user's name is none.
+/// Claude Code writes JSON text into `metadata.user_id`, and a proxy that drops its headers keeps
+/// it. Another user's name is none.
 fn find_in_body(headers: &HeaderMap, body: &Object<'_>, principal: &str) -> Hint {
     let user = body
         .get("metadata")
@@ -270,7 +251,7 @@ fn find_in_body(headers: &HeaderMap, body: &Object<'_>, principal: &str) -> Hint
     }
 }
 
-/// Finds the session that started this one. A name that can't be used is ignored.
+/// A name that can't be used is ignored.
 #[must_use]
 pub fn find_parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
     let text = |header: &HeaderName| std::str::from_utf8(headers.get(header)?.as_bytes()).ok();
@@ -285,7 +266,6 @@ pub fn find_parent(headers: &HeaderMap, principal: &str) -> Option<SessionKey> {
     })
 }
 
-/// Returns the id of Claude Code's session `session`, or of the sub-agent that the header names.
 /// Fails if the sub-agent's name can't be read: its turns must not count as the session's own.
 fn claude_id(headers: &HeaderMap, session: &str, agent_header: &str) -> Result<String, Unreadable> {
     let agent = headers.get(agent_header).map(http::HeaderValue::as_bytes);
@@ -299,7 +279,6 @@ fn claude_id(headers: &HeaderMap, session: &str, agent_header: &str) -> Result<S
     }
 }
 
-/// Returns a string member of a JSON object. `None` if the object lacks it.
 fn string_in_json(json: &str, member: &str) -> Result<Option<String>, Unreadable> {
     if json.len() > JSON_BYTES_MAX {
         return Err(Unreadable);

@@ -1,13 +1,8 @@
 //! Opens, closes, demotes and looks up sessions for clients.
 //!
-//! A session is a sequence of turns (requests and their answers) that share a growing prefix. The
-//! agents hold the sessions and report them in tables. The router chooses a session's worker, and
-//! remembers in a binding what the agents' tables can't show yet.
-//!
-//! `http` calls the methods here for its session routes, and makes JSON of the results. `turn` uses
-//! `close_lost` before a turn opens a lost session again. A session that a turn opens or closes is
-//! not handled here: the turn's claim tells the agent. Opens and closes run in tasks of their own,
-//! so that they are completed even if the client leaves before that. `demotion` demotes sessions.
+//! Opens and closes run in tasks of their own, so that they are completed even if the client leaves
+//! before that. A session that a turn opens or closes isn't handled here: the turn's claim tells
+//! the agent.
 
 mod demotion;
 
@@ -37,31 +32,27 @@ use crate::{
     },
 };
 
-/// Why a session can't be opened, closed or demoted. Each message is for the client.
+/// The messages are for the client.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// No worker can take the session, or its status doesn't allow the open or close.
     #[error(transparent)]
     Decision(#[from] decide::Error),
-    /// The session to close is not open.
     #[error("no session is open under this id; open it with POST /v1/sessions")]
     Unknown,
-    /// The session's agent doesn't have the call to demote a session. Carries the worker's name.
+    /// Carries the worker's name.
     #[error(
         "the agent of worker {0} is of an earlier version, which can't demote sessions; upgrade \
          the agent, or close the session to free its KV"
     )]
     NoDemotion(String),
-    /// The agent refused or failed a call on its control port.
     #[error("{}", .0.message())]
     Agent(Status),
-    /// A task of the router panicked.
     #[error("the router failed; see its log")]
     Internal,
 }
 
 impl Error {
-    /// Converts an agent's gRPC error. Logs the error if no client can act on it.
+    /// Logs the error if no client can act on it.
     fn from_agent(status: Status) -> Self {
         let is_for_client = matches!(
             status.code(),
@@ -79,28 +70,24 @@ impl Error {
     }
 }
 
-/// Maximum number of sessions in a list, also if the request names no limit. If there are more, the
-/// answer says so.
+/// Also if the request names no limit. If there are more, the answer says so.
 pub(crate) const SESSIONS_LISTED_MAX: usize = 1000;
 
 /// The longest wait for an agent that gave an open no answer. Agents restart within seconds.
 const HEARD_AGAIN_MAX: Duration = Duration::from_secs(60);
-/// Maximum number of sessions that are to be closed at an agent as soon as it is heard.
+/// Sessions that wait to be closed at an agent as soon as it is heard.
 const WAITING_CLOSES_MAX: usize = 256;
 
-/// A session as shown to its owner.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionView {
     pub(crate) key: SessionKey,
     pub(crate) worker: WorkerRef,
-    /// The session as its agent reports it. `None` if no agent has reported it.
+    /// `None` if no agent has reported the session.
     pub(crate) session: Option<Arc<Session>>,
-    /// Whether the session's KV and history are lost.
     pub(crate) is_lost: bool,
 }
 
 impl SessionView {
-    /// Returns what the owner sees of a session with this status. `None` if it doesn't exist.
     fn new(key: SessionKey, status: SessionStatus) -> Option<Self> {
         let worker = status.owned_worker()?;
         let is_lost = matches!(status, SessionStatus::Lost { .. });
@@ -114,16 +101,13 @@ impl SessionView {
     }
 }
 
-/// The result of an open.
 #[derive(Debug)]
 pub(crate) struct OpenedSession {
     pub(crate) worker: WorkerRef,
     pub(crate) session: Arc<Session>,
-    /// Whether the session was not open before.
     pub(crate) is_new: bool,
 }
 
-/// Opens, closes and looks up sessions.
 #[derive(Debug)]
 pub(crate) struct SessionService {
     directory: Arc<SessionDirectory>,
@@ -131,12 +115,11 @@ pub(crate) struct SessionService {
     control_clients: Arc<ControlClients>,
     metrics: Arc<Metrics>,
     tasks: Tasks,
-    /// The places for tasks that wait for an agent, to close a session there.
+    /// For tasks that wait for an agent, to close a session there.
     places_to_wait: Arc<Semaphore>,
 }
 
 impl SessionService {
-    /// Creates the service.
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
         claims: Arc<Claims>,
@@ -148,10 +131,7 @@ impl SessionService {
         Self { directory, claims, control_clients, metrics, tasks, places_to_wait }
     }
 
-    /// Opens a session, or returns the one that is already open.
-    ///
-    /// # Errors
-    /// If the session is closing, or if no agent can open it.
+    /// Returns the session that is already open, if one is.
     pub(crate) async fn open(
         self: &Arc<Self>,
         open_request: OpenRequest,
@@ -160,11 +140,7 @@ impl SessionService {
         self.run_detached(async move { Box::pin(service.open_at_agent(open_request)).await }).await
     }
 
-    /// Closes a session. Returns once the agent has agreed. If a turn of the session is still
-    /// running then, the agent closes the session after that turn.
-    ///
-    /// # Errors
-    /// If there is no such session, or if the agent fails.
+    /// Returns once the agent has agreed. The agent lets a running turn of the session end first.
     pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Error> {
         self.directory.settled_view().await;
         let view = self.directory.view();
@@ -185,7 +161,7 @@ impl SessionService {
         .await
     }
 
-    /// Closes what an open without an answer has left of a session on other agents than its own.
+    /// Closes what an open without an answer has left on other agents than the session's own.
     pub(super) fn close_strays(&self, key: &SessionKey) {
         let view = self.directory.view();
         if view.sessions.locate(key).len() < 2 {
@@ -198,9 +174,8 @@ impl SessionService {
         }
     }
 
-    /// Closes what an open without an answer may have left at an agent, as soon as the agent is
-    /// heard again. Nothing is lost without that: the agent closes the session after its idle
-    /// limit, and [`Self::close_strays`] does it with the session's next turn.
+    /// Closes what an open without an answer may have left. Nothing is lost without this: the agent
+    /// does it after the session's idle limit, and [`Self::close_strays`] with the next turn.
     fn close_when_heard(self: &Arc<Self>, key: SessionKey, worker: WorkerRef) {
         let Ok(place) = Arc::clone(&self.places_to_wait).try_acquire_owned() else { return };
         let service = Arc::clone(self);
@@ -217,8 +192,7 @@ impl SessionService {
         });
     }
 
-    /// Starts a task that closes a session at an agent. The task goes on even if the turn or client
-    /// that wanted the close is gone.
+    /// The close goes on even if the turn or client that wanted it is gone.
     pub(super) fn close_detached(&self, key: SessionKey, worker: WorkerRef) {
         // An agent that has left the fleet closes its sessions itself.
         let Ok(control) = self.control_clients.get(worker.agent) else { return };
@@ -232,8 +206,7 @@ impl SessionService {
         });
     }
 
-    /// Starts a task that closes a session at one of several agents that have it, unless a turn of
-    /// it runs there.
+    /// Closes one of several agents' copies of a session, unless a turn of it runs there.
     pub(super) fn close_split(&self, key: SessionKey, worker: WorkerRef) {
         let Ok(control) = self.control_clients.get(worker.agent) else { return };
         let claims = Arc::clone(&self.claims);
@@ -249,21 +222,16 @@ impl SessionService {
         });
     }
 
-    /// Returns a session to show it to its owner.
-    ///
-    /// # Errors
-    /// If there is no such session.
     pub(crate) async fn find(&self, key: SessionKey) -> Result<SessionView, Error> {
         let view = self.directory.settled_view().await;
         let status = self.directory.status(&key, &view);
         SessionView::new(key, status).ok_or(Error::Unknown)
     }
 
-    /// Returns sessions of `principal` in the order of their ids, from the first one after the id
-    /// `after`, at most `limit`, and whether there are more.
+    /// Lists sessions in the order of ids, after `after`, and says whether there are more.
     ///
-    /// This reads the agents' tables of all sessions, which takes milliseconds. So it is for a
-    /// thread for blocking work. This router's own table is locked for the listed sessions only.
+    /// Reading the agents' tables takes milliseconds, so this is for a thread for blocking work.
+    /// This router's own table is locked for the listed sessions only.
     pub(crate) fn list(
         &self,
         view: &Snapshot,
@@ -289,8 +257,7 @@ impl SessionService {
         }
     }
 
-    /// Returns the keys of `principal` with the smallest ids above `after`, in their order, at most
-    /// `count_max`.
+    /// Returns the keys with the smallest ids above `after`.
     fn keys_after(
         &self,
         view: &Snapshot,
@@ -322,10 +289,7 @@ impl SessionService {
         smallest
     }
 
-    /// Closes a lost session at its agent, so that the session can be opened again.
-    ///
-    /// # Errors
-    /// If the agent fails. An agent that can't be reached doesn't matter.
+    /// Makes room to open the session again. An agent that can't be reached doesn't matter.
     pub(super) async fn close_lost(
         &self,
         key: &SessionKey,
@@ -346,7 +310,7 @@ impl SessionService {
         Ok(())
     }
 
-    /// Opens a session at an agent. If that agent can't open it, tries another agent once.
+    /// If the agent can't open the session, another one is tried once.
     async fn open_at_agent(
         self: Arc<Self>,
         open_request: OpenRequest,
@@ -404,8 +368,7 @@ impl SessionService {
         })
     }
 
-    /// Claims the worker that is to open a session, if other routers may not know it. Returns the
-    /// worker that all routers know.
+    /// Returns the worker that all routers know for the session.
     async fn settle(&self, key: &SessionKey, chosen: WorkerRef, wish: Option<Wish>) -> WorkerRef {
         let Some(wish) = wish else { return chosen };
         let settled = self.claims.settle(wish).await;
@@ -416,7 +379,6 @@ impl SessionService {
         worker
     }
 
-    /// Asks the agent of a worker to open a session.
     async fn ask_to_open(
         &self,
         open_request: &OpenRequest,
@@ -425,13 +387,12 @@ impl SessionService {
         self.control_clients.get(worker.agent)?.open(open_request, worker.dp_rank).await
     }
 
-    /// Asks the agent of a worker to close a session. Returns whether the agent closes it later.
+    /// Returns whether the agent closes the session later.
     async fn close_once(&self, key: &SessionKey, worker: WorkerRef) -> Result<bool, Status> {
         self.control_clients.get(worker.agent)?.close(key).await
     }
 
-    /// Chooses the worker that opens a session, and binds the session to it; see
-    /// [`decide::decide_open`].
+    /// See [`decide::decide_open`].
     fn place(
         &self,
         open_request: &OpenRequest,
@@ -445,8 +406,7 @@ impl SessionService {
         Ok(decision)
     }
 
-    /// Closes a session at its agent. `is_placement_only`: whether the client asked only that the
-    /// session's turns go to one worker, so that no agent knows the session.
+    /// `is_placement_only`: no agent knows the session, as its client asked only for one worker.
     async fn close_at_agent(
         &self,
         key: &SessionKey,
@@ -475,7 +435,7 @@ impl SessionService {
         result.map(drop)
     }
 
-    /// Runs `work` to its end in a task, even if the caller goes away.
+    /// Runs `work` to its end even if the caller goes away.
     async fn run_detached<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, Error>> + Send + 'static,

@@ -1,9 +1,7 @@
 //! Says what the spans of a turn tell: its route, its placement and its end.
 //!
-//! A span is a part of a turn's way (see [`service::traces`]). `http` begins the turn's first span.
-//! The steps of `turn` begin its children: `receive`, `decide`, `staged_prefill`, `prefill` and
-//! `send`; `recorder` begins `stream`, and gives the first span the turn's record. No attribute has
-//! a part of a prompt or an answer, a client's id or a key: a session appears as its digest.
+//! No attribute has a part of a prompt or an answer, a client's id or a key: a session appears as
+//! its digest.
 
 use http::{Response, request::Parts};
 use proto::route::Route;
@@ -18,13 +16,11 @@ use service::{
 use super::{ended::TurnRecord, error::NoAnswer};
 use crate::metrics::TurnOutcome;
 
-/// The name that OpenTelemetry's conventions give a status.
+/// The name of a status in OpenTelemetry's conventions.
 const STATUS: &str = "http.response.status_code";
-/// The worker that a span's request goes to.
 pub(super) const WORKER: &str = "berth.worker";
 
-/// Begins the first span of a turn, and leaves it with the request. A request to a route of another
-/// kind has none.
+/// Leaves the span with the request. A route that is no turn's has none.
 pub(crate) fn begin(traces: &Traces, parts: &mut Parts, route: Route) -> Trace {
     if !route.kind.is_turn() {
         return Trace::default();
@@ -37,7 +33,6 @@ pub(crate) fn begin(traces: &Traces, parts: &mut Parts, route: Route) -> Trace {
     trace
 }
 
-/// Records why the router refuses a turn.
 pub(crate) fn refuse(trace: &Trace, code: &'static str, status: u16) {
     trace.change(|span| {
         span.set("error.type", code);
@@ -45,7 +40,6 @@ pub(crate) fn refuse(trace: &Trace, code: &'static str, status: u16) {
     });
 }
 
-/// Records how a placed turn ended.
 pub(super) fn end(trace: &Trace, record: &TurnRecord) {
     trace.change(|span| {
         let digest = |key: &proto::id::SessionKey| key.digest().to_string();
@@ -74,7 +68,6 @@ pub(super) fn end(trace: &Trace, record: &TurnRecord) {
     });
 }
 
-/// Records the head of an agent's answer, or that there is none.
 pub(super) fn record_head<B>(span: &mut Span, answer: &Result<Response<B>, NoAnswer>) {
     match answer {
         Ok(response) => set_status(span, response.status().as_u16()),
@@ -82,7 +75,7 @@ pub(super) fn record_head<B>(span: &mut Span, answer: &Result<Response<B>, NoAns
     }
 }
 
-/// Sets the status of an answer. It is a failure if the client isn't to blame.
+/// A status is a failure if the client isn't to blame.
 fn set_status(span: &mut Span, status: u16) {
     span.set(STATUS, u64::from(status));
     if status >= 500 {

@@ -1,21 +1,12 @@
 //! Has an agent compute a long prompt in stages before the prompt's turn is sent to the engine.
 //!
-//! This is the router's side of staged prefill (see [`proto::staged_prefill`]). A turn is one
-//! request and its answer. A long prompt at once would keep the engine busy, and other turns would
-//! wait. Between two stages (parts of the prompt, in order), the engine can work on other turns.
-//!
-//! `turn` calls [`run`] with each placed turn before `proxy` sends the turn. Most of the prompt's
-//! KV is then resident when the turn arrives. If staged prefill fails, the turn is sent as usual.
-//! The agent makes the stages. This module sends the token ids of the whole prompt to the agent,
-//! and waits.
+//! A long prompt at once would keep the engine busy. Between two stages, the engine can work on
+//! other turns. The agent makes the stages; this module sends it the token ids of the whole prompt,
+//! and waits. If staged prefill fails, the turn is sent as usual.
 //!
 //! Staged prefill is used only if the ids are certainly those that the engine makes, and if the
 //! agent reports the worker's resident blocks. Ids made from text are certain once an agent has
 //! reported the text's first block: the engine then has the same block hash, so the same ids.
-//!
-//! A placed turn has a claim (a header that tells the agent what the turn does to its session), a
-//! hold (it keeps the session bound to the worker) and a lease (it counts the turn's tokens as load
-//! of the worker). See `decide`.
 
 use std::time::Duration;
 
@@ -34,11 +25,11 @@ use super::{
 };
 use crate::metrics::StagedPrefillEnd;
 
-/// The longest time that a prompt is in staged prefill. After this time the turn is sent anyway, so
-/// that a long queue or a stuck engine doesn't use up the turn's own time limit.
+/// After this time the turn is sent anyway, so that a long queue or a stuck engine doesn't use up
+/// the turn's own time limit.
 const STAGED_PREFILL_MAX: Duration = Duration::from_secs(60);
 
-/// Has the turn's prompt computed in stages if it is long. Returns when the turn may be sent.
+/// Returns when the turn may be sent.
 pub(crate) async fn run(
     shared: &Shared,
     turn: &Turn,
@@ -81,15 +72,14 @@ pub(crate) async fn run(
     });
 }
 
-/// A prompt of which the worker has to compute more than one stage.
+/// The worker has to compute more than one stage of it.
 struct LongPrompt {
-    /// Number of leading tokens that are already resident on the worker.
+    /// Leading tokens that are already resident on the worker.
     resident_tokens: u64,
-    /// Number of tokens in a stage.
     stage_tokens: u64,
 }
 
-/// Returns the placed turn's prompt if staged prefill can and should compute it.
+/// `None` if staged prefill can't or shouldn't compute the prompt.
 fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> {
     if placed.prefill.is_some() {
         // Another engine computes the prompt.
@@ -114,14 +104,13 @@ fn find_long_prompt(shared: &Shared, placed: &PlacedTurn) -> Option<LongPrompt> 
         .then_some(LongPrompt { resident_tokens, stage_tokens })
 }
 
-/// What the agent needs to compute a prompt.
 struct StagedPrompt {
     token_ids: Vec<u32>,
     /// The headers of the request to the agent.
     headers: HeaderMap,
 }
 
-/// Returns the turn's prompt, if its token ids are certainly those that the engine makes.
+/// `None` unless the token ids are certainly those that the engine makes.
 async fn prompt_token_ids(
     shared: &Shared,
     turn: &Turn,
@@ -142,8 +131,8 @@ async fn prompt_token_ids(
     Some(StagedPrompt { token_ids, headers })
 }
 
-/// Sends the encoded ids to the agent, and waits until it has computed all stages but the last.
-/// Returns the number of tokens that the turn itself still has to compute.
+/// Waits until the agent has computed all stages but the last. Returns the tokens that the turn
+/// itself still has to compute.
 async fn compute_in_stages(
     shared: &Shared,
     outbound: &OutboundTurn,

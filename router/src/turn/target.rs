@@ -1,7 +1,4 @@
 //! The workers to which a turn is sent: one, or the two of a pair.
-//!
-//! A turn is one request and its answer. `placer` makes these values from a placement; `proxy` and
-//! `pair` send the turn to them.
 
 use std::sync::Arc;
 
@@ -13,28 +10,24 @@ use crate::{
     placement::{PrefillPlacement, TURN_TOKENS_ASSUMED},
 };
 
-/// A worker to which a turn, or a half of it, is sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Target<'a> {
     pub(super) worker: WorkerRef,
-    /// The address of the agent's data port.
     pub(super) data_authority: &'a str,
-    /// Whether that port speaks TLS.
     pub(super) data_tls: bool,
     /// Leading prompt tokens resident on the worker, if known.
     pub(super) resident_tokens: Option<u64>,
-    /// How the engine finds the other engine of its pair. `None` for a whole turn.
+    /// How the engine finds the other one of its pair. `None` for a whole turn.
     pub(super) bootstrap: Option<&'a Bootstrap>,
 }
 
-/// The prefill half of a placed turn.
 #[derive(Debug)]
 pub(super) struct PlacedPrefill {
     pub(super) worker: WorkerRef,
     pub(super) worker_name: String,
     pub(super) data_authority: Arc<str>,
     pub(super) data_tls: bool,
-    /// Counts the prompt as load of the worker. `None` after the half was sent.
+    /// `None` after the half was sent.
     pub(super) lease: Option<Lease>,
     /// Leading prompt tokens resident on the worker, if known.
     pub(super) resident_tokens: Option<u64>,
@@ -43,8 +36,7 @@ pub(super) struct PlacedPrefill {
 }
 
 impl PlacedPrefill {
-    /// Acquires the lease of a prefill half. `random` is a new random number for each half, because
-    /// an engine refuses a room that it knows.
+    /// `random` is new for each half, because an engine refuses a room that it knows.
     pub(super) fn new(view: &Snapshot, placement: &PrefillPlacement, random: u64) -> Self {
         let worker = placement.worker;
         let agent = view.agent(worker);
@@ -71,15 +63,15 @@ impl PlacedPrefill {
     }
 }
 
-/// Whether an agent's address is one of this host alone. Only such an agent may run without a proof
-/// of who its routers are, and so have an engine that checks clients itself.
+/// Only an agent on this host may run without a proof of who its routers are, and so have an engine
+/// that checks clients itself.
 pub(super) fn is_on_this_host(data_authority: &str) -> bool {
     let host = data_authority.rsplit_once(':').map_or(data_authority, |(host, _)| host);
     let ip = host.trim_start_matches('[').trim_end_matches(']').parse();
     host == "localhost" || ip.is_ok_and(gate::is_local)
 }
 
-/// Returns the host at which this router reaches an agent, as an engine takes it.
+/// An engine takes the host without brackets.
 fn agent_host(facts: &Facts) -> String {
     let authority = &facts.data_authority;
     let host = authority.rsplit_once(':').map_or(&**authority, |(host, _)| host);

@@ -1,8 +1,6 @@
 //! The HTTP client for the agents' data ports, with one connection pool for all agents.
 //!
-//! `proxy` and `staged_prefill` send their requests through [`UpstreamClient`]. It retries nothing.
-//! The view task learns from it that an agent can't be reached. `liveness` probes the agents
-//! through it. It gives up requests to agents whose pulse `liveness` has found missing.
+//! It retries nothing, and gives up requests to agents that `liveness` has found silent.
 
 use std::{
     sync::Arc,
@@ -33,62 +31,48 @@ use crate::{
     fleet::{agent::Facts, dial::AgentCredentials, state::Update, worker::WorkerRef},
 };
 
-/// Longest time that an idle connection to an agent is kept. Agents close idle connections after
-/// 75 s by default, and never before 15 s. The router's limit is lower, so that it sends no turn
-/// into a connection that is closing.
+/// Agents close idle connections after 75 s by default, and never before 15 s. With a lower limit,
+/// the router sends no turn into a connection that is closing.
 const CONNECTION_IDLE_MAX: Duration = Duration::from_secs(10);
-/// Silence on a connection to an agent after which TCP sends a keepalive probe.
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(5);
-/// Time between keepalive probes.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
-/// Time without any TCP acknowledgement after which a connection is given up. Even a busy host's
-/// kernel acknowledges at once.
+/// Even a busy host's kernel acknowledges at once.
 const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(20);
-/// Maximum number of idle connections kept per agent. A busy engine runs about as many turns.
+/// A busy engine runs about as many turns.
 const IDLE_CONNECTIONS_PER_AGENT_MAX: usize = 256;
 
-/// Why a request got no answer from an agent.
 #[derive(Debug)]
 pub(super) enum SendError {
-    /// The deadline has passed.
     Late,
-    /// The agent's process or host has stopped answering. `was_sent`: whether it may have received
-    /// the request.
+    /// `was_sent`: whether the agent may have received the request.
     Silent { was_sent: bool },
     /// This router had no file descriptor or port for a connection. Nothing was sent.
     NoDescriptors(Error),
-    /// The connection could not be made, or broke.
     Http(Error),
 }
 
-/// How connections to agents are made.
 #[derive(Debug)]
 pub(crate) struct UpstreamConnections {
-    /// The time limit of connecting to an agent.
     pub(crate) connect_max: Duration,
-    /// The number of file descriptors for idle connections to all agents.
+    /// File descriptors for idle connections to all agents.
     pub(crate) idle_max: usize,
-    /// The number of agents that share them.
+    /// The agents that share those descriptors.
     pub(crate) agents_expected: usize,
-    /// What the router proves itself with.
     pub(crate) credentials: AgentCredentials,
 }
 
-/// Sends requests to the agents' data ports.
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
     client: Client<ProvenConnector, Full<Bytes>>,
-    /// What signs the requests to each agent, by its slot. Nothing does without a token.
+    /// By the agents' slots. Nothing signs without a token.
     signers: Vec<ArcSwapOption<Signer>>,
-    /// Reports to the view task that a turn couldn't reach an agent. Sends the agent's index, the
-    /// update and its time.
+    /// Tells the view task that a turn couldn't reach an agent: index, update and its time.
     update_sender: mpsc::Sender<(usize, Update, Instant)>,
-    /// Which agents are silent.
     pulses: Arc<Pulses>,
 }
 
 impl UpstreamClient {
-    /// Creates the client. Nothing is connected until the first request.
+    /// Nothing is connected until the first request.
     pub(crate) fn new(
         connections: UpstreamConnections,
         pulses: Arc<Pulses>,
@@ -115,8 +99,7 @@ impl UpstreamClient {
         Self { client, signers, update_sender, pulses }
     }
 
-    /// Sends a request to an agent and waits for the head of its answer, until `deadline` or until
-    /// the agent is found silent.
+    /// Waits for the head of the answer, until `deadline` or until the agent is found silent.
     pub(super) async fn send(
         &self,
         agent: usize,
@@ -143,10 +126,9 @@ impl UpstreamClient {
         }
     }
 
-    /// Asks a data port for its health. Returns false if neither answer nor refusal came before
-    /// `deadline`. A system that refuses the connection has ended the agent's connections, so
-    /// nothing waits for them. If this router can't connect for a reason of its own, the agent is
-    /// given the benefit of the doubt.
+    /// Returns false if neither answer nor refusal came before `deadline`. A system that refuses
+    /// the connection has ended the agent's connections, so nothing waits for them. If this router
+    /// can't connect for a reason of its own, the agent is given the benefit of the doubt.
     pub(super) async fn probe(&self, facts: &Facts, deadline: Instant) -> bool {
         let mut request = Request::new(Full::default());
         *request.uri_mut() = facts.data_uri(PathAndQuery::from_static("/health"));
@@ -162,8 +144,8 @@ impl UpstreamClient {
         }
     }
 
-    /// Sends a request with the proof that it comes from a router. If the agent's process is a new
-    /// one, for which the proof doesn't count, has that prove itself, and sends the request again.
+    /// If the agent's process is a new one, for which the proof doesn't count, has that prove
+    /// itself, and sends the request again.
     async fn send_signed(
         &self,
         agent: usize,
@@ -190,7 +172,7 @@ impl UpstreamClient {
         self.client.request(request).await
     }
 
-    /// Has the agent prove itself on the data port of the host of `uri`. Returns whether it did.
+    /// Returns whether the agent at the host of `uri` has proven itself.
     async fn say_hello(&self, signer: &Signer, uri: Uri) -> bool {
         let hello = signer.hello();
         let mut parts = uri.into_parts();
@@ -202,17 +184,14 @@ impl UpstreamClient {
         answer.is_ok_and(|answer| signer.accept_again(&hello, answer.headers()).is_ok())
     }
 
-    /// Sets what signs the requests to the agent of a slot.
     pub(crate) fn set_signer(&self, agent: usize, signer: Option<Arc<Signer>>) {
         self.signers[agent].store(signer);
     }
 
-    /// Returns which agents are silent.
     pub(crate) fn pulses(&self) -> &Arc<Pulses> {
         &self.pulses
     }
 
-    /// Reports that a turn couldn't connect to a worker's data port.
     pub(super) fn report_unreachable(&self, worker: WorkerRef, reason: String) {
         // If the channel is full, the report is dropped. The next turn that fails repeats it.
         let update = (worker.agent, Update::DataPortUnreachable(reason), now());
@@ -220,13 +199,11 @@ impl UpstreamClient {
     }
 }
 
-/// Adds the proof that a request comes from a router.
 fn sign(signer: &Signer, request: &mut Request<Full<Bytes>>) {
     let (method, uri) = (request.method().clone(), request.uri().clone());
     signer.sign(&method, &uri, request.headers_mut());
 }
 
-/// Whether the agent has refused a request because it doesn't recognize this router.
 pub(super) fn is_refused_as_stranger(response: &Response<Incoming>) -> bool {
     let code = response.headers().get(claim::REFUSAL);
     response.status() == StatusCode::UNAUTHORIZED

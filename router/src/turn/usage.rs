@@ -1,9 +1,8 @@
 //! Counts the tokens that a turn uses, for the turn's record and for its key's limit of tokens.
 //!
-//! The answer is scanned as it passes, for the numbers of the engine's usage report. A record has
-//! only what the engine reports. A limit of tokens per minute needs a number in any case: the
-//! prompt is estimated when the turn begins, and without a report each event of a stream counts as
-//! one token, and four bytes of another answer do.
+//! A record has only what the engine reports. A limit of tokens per minute needs a number in any
+//! case: the prompt is estimated when the turn begins, and without a report each event of a stream
+//! counts as one token, and four bytes of another answer do.
 
 use std::sync::LazyLock;
 
@@ -13,29 +12,27 @@ use proto::count::COUNT_MAX;
 use super::events::EventReader;
 use crate::shares::TokenShare;
 
-/// Estimated bytes per token of text.
 const BYTES_PER_TOKEN: u64 = 4;
-/// The end of each key of the usage report. One search finds them all.
+/// Each key of the usage report ends so. One search finds them all.
 const KEY_END: &[u8] = b"_tokens\":";
-/// Finds [`KEY_END`]. To make a finder for each part takes as long as to search a short one.
+/// A finder made for each part would take as long as the search of a short part.
 static KEY_ENDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(KEY_END));
-/// Number of bytes carried over from one frame to the next, so that a number that is cut by the
-/// frames' border is found. A key with its number has at most 46.
+/// Carried over from one frame to the next, so that a number that is cut by the frames' border is
+/// found. A key with its number has at most 46.
 const CARRY_BYTES: usize = 64;
 
-/// A number of the usage report.
 #[derive(Debug, Clone, Copy)]
 enum Count {
     Prompt,
-    /// Cached tokens, which are a part of the prompt's.
+    /// A part of the prompt's tokens.
     Cached,
-    /// Cached tokens that the prompt's number doesn't include.
+    /// Not included in the prompt's number.
     CachedBesidePrompt,
     Answer,
 }
 
 impl Count {
-    /// Returns what the key is for that ends after `text`, in the forms of all routes.
+    /// `text` ends with the key's beginning, in the form of any route.
     fn of_key(text: &[u8]) -> Option<Self> {
         let counts = [
             (&b"\"prompt"[..], Self::Prompt),
@@ -49,28 +46,24 @@ impl Count {
     }
 }
 
-/// The tokens of a turn as far as the engine reports them.
+/// As far as the engine reports them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TurnUsage {
-    /// All tokens of the prompt.
     pub(crate) prompt_tokens: Option<u64>,
-    /// The part of the prompt whose KV was there. SGLang's OpenAI routes report it only with
-    /// `--enable-cache-report`.
+    /// SGLang's OpenAI routes report these tokens only with `--enable-cache-report`.
     pub(crate) cached_tokens: Option<u64>,
-    /// The tokens of the answer. A stream of an OpenAI route reports them only if the client asks.
+    /// A stream of an OpenAI route reports them only if the client asks.
     pub(crate) output_tokens: Option<u64>,
 }
 
-/// Returns the estimated tokens of a body.
 pub(super) fn estimate_tokens(body_bytes: usize) -> u64 {
     body_bytes as u64 / BYTES_PER_TOKEN + 1
 }
 
-/// Reads the numbers of an answer's usage report. Pure.
 #[derive(Debug, Default)]
 pub(super) struct UsageMeter {
-    /// Whether the answer is a stream of events. Each event repeats the numbers so far. In another
-    /// answer, each prompt of a batch has numbers of its own.
+    /// Each event of a stream repeats the numbers so far. In another answer, each prompt of a batch
+    /// has numbers of its own.
     is_stream: bool,
     carry: Vec<u8>,
     prompt_tokens: Option<u64>,
@@ -86,7 +79,6 @@ impl UsageMeter {
         Self { is_stream, ..Self::default() }
     }
 
-    /// Scans a part of the answer.
     pub(super) fn feed(&mut self, data: &[u8]) {
         self.bytes += data.len() as u64;
         let carried_bytes = self.carry.len();
@@ -114,7 +106,6 @@ impl UsageMeter {
         self.carry = text;
     }
 
-    /// Returns the tokens of the prompt and the answer.
     pub(super) fn used_tokens(&self, prompt_estimate: u64) -> u64 {
         let events = self.events.count();
         let guess = if self.is_stream { events } else { self.bytes / BYTES_PER_TOKEN };
@@ -125,12 +116,10 @@ impl UsageMeter {
         prompt.saturating_add(answer)
     }
 
-    /// Whether the answer is a stream whose closing event has come.
     pub(super) fn is_closed(&self) -> bool {
         self.events.is_closed()
     }
 
-    /// Returns what the engine has reported.
     pub(super) fn usage(&self) -> TurnUsage {
         let beside = self.cached_tokens_beside_prompt;
         let prompt_tokens =
@@ -142,8 +131,7 @@ impl UsageMeter {
     }
 }
 
-/// Returns the numbers of the usage report whose end is after the first `carried_bytes`: the others
-/// were found in the part before.
+/// Numbers that end within the first `carried_bytes` were found in the part before.
 fn scan(text: &[u8], carried_bytes: usize) -> impl Iterator<Item = (Count, u64)> {
     KEY_ENDS.find_iter(text).filter_map(move |key_end| {
         let count = Count::of_key(&text[..key_end])?;
@@ -162,11 +150,11 @@ fn scan(text: &[u8], carried_bytes: usize) -> impl Iterator<Item = (Count, u64)>
     })
 }
 
-/// What a turn takes from its key's limit of tokens per minute. Nothing, if it is never settled.
+/// A turn that is never settled takes nothing from its key's limit.
 #[derive(Debug)]
 pub(super) struct TurnTokens {
     share: TokenShare,
-    /// The tokens of the prompt, as far as they are known.
+    /// An estimate until the prompt's tokens are counted.
     prompt_tokens: u64,
 }
 
@@ -175,12 +163,11 @@ impl TurnTokens {
         Self { prompt_tokens: share.estimate(), share }
     }
 
-    /// Sets the number of the prompt's tokens, which is better than the estimate by bytes.
+    /// More exact than the estimate by bytes.
     pub(super) fn set_prompt_tokens(&mut self, tokens: u64) {
         self.prompt_tokens = tokens;
     }
 
-    /// Takes the tokens that the turn has used.
     pub(super) fn settle(&mut self, meter: &UsageMeter) {
         self.share.set_used(meter.used_tokens(self.prompt_tokens));
     }

@@ -1,9 +1,8 @@
 //! Makes one answer of the answers of several agents to a control call. Pure.
 //!
-//! Trainers check for status 200. So the status is 200 only if every agent succeeded. If all failed
-//! alike, it is theirs, and else 502. The body has the members on which all answers agree, as a
-//! single engine would answer, and under `workers` each agent's status and body. The answer of a
-//! single agent passes unchanged.
+//! Trainers check for status 200, so it is 200 only if every agent succeeded. The body has the
+//! members on which all answers agree, as a single engine would answer, and under `workers` each
+//! agent's status and body. The answer of a single agent passes unchanged.
 
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, header};
@@ -14,7 +13,6 @@ use crate::turn::{
     proxy::WORKER_HEADER,
 };
 
-/// Returns the answer in place of an agent that gave none.
 fn answer_instead(error: &CallError) -> AgentAnswer {
     let status = match error {
         CallError::Late => StatusCode::GATEWAY_TIMEOUT,
@@ -25,7 +23,7 @@ fn answer_instead(error: &CallError) -> AgentAnswer {
     AgentAnswer { status, content_type, body: body.into() }
 }
 
-/// Returns an answer's body as JSON; text that is no JSON as a string.
+/// Text that is no JSON becomes a string.
 fn to_value(answer: &AgentAnswer) -> Value {
     if answer.body.is_empty() {
         return Value::Null;
@@ -34,7 +32,6 @@ fn to_value(answer: &AgentAnswer) -> Value {
     serde_json::from_slice(&answer.body).unwrap_or_else(|_| text())
 }
 
-/// Merges the answers by agent.
 pub(super) fn merge(answers: Answers) -> Response<Bytes> {
     let mut answers: Vec<(String, AgentAnswer)> = answers
         .into_iter()
@@ -49,7 +46,6 @@ pub(super) fn merge(answers: Answers) -> Response<Bytes> {
     }
 }
 
-/// Returns the answer of the only agent.
 fn pass_on(name: &str, answer: AgentAnswer) -> Response<Bytes> {
     let mut response = Response::new(answer.body);
     *response.status_mut() = answer.status;
@@ -96,7 +92,7 @@ fn merge_several(answers: Vec<(String, AgentAnswer)>) -> Response<Bytes> {
     response
 }
 
-/// Returns the members that all values have alike; none if a value is no object.
+/// Returns no members if a value is no object.
 fn common_members<'a>(mut values: impl Iterator<Item = &'a Value>) -> Map<String, Value> {
     let Some(Value::Object(first)) = values.next() else { return Map::new() };
     let mut common = first.clone();

@@ -18,7 +18,6 @@ const PAGE: &str = include_str!("page/index.html");
 const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// The name, the type and the text of each file but the page.
 const FILES: [(&str, &str, &str); 11] = [
     ("style.css", STYLE, include_str!("page/style.css")),
     ("app.js", SCRIPT, include_str!("page/app.js")),
@@ -33,12 +32,10 @@ const FILES: [(&str, &str, &str); 11] = [
     ("charts.js", SCRIPT, include_str!("page/charts.js")),
 ];
 
-/// Answers with the page.
 pub(super) async fn show_page() -> Response {
     answer("text/html; charset=utf-8", PAGE)
 }
 
-/// Answers with the file that the path names.
 pub(super) async fn show_file(Path(name): Path<String>) -> Response {
     match FILES.iter().find(|(known, ..)| *known == name) {
         Some((_, content_type, text)) => answer(content_type, text),

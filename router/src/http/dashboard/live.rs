@@ -20,12 +20,11 @@ use tokio_stream::{StreamExt as _, wrappers::ReceiverStream};
 use super::workers;
 use crate::turn::shared::Shared;
 
-/// The most streams at a time. Each takes one of the admin port's connections.
+/// Each stream takes one of the admin port's connections.
 const WATCHERS_MAX: usize = 16;
-/// The time between two lists. A list of 200 workers has about half a megabyte.
+/// A list of 200 workers has about half a megabyte.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// The newest list of workers, as an event.
 #[derive(Debug, Clone)]
 pub(super) struct LiveFleet {
     events: Arc<watch::Sender<Bytes>>,
@@ -33,7 +32,6 @@ pub(super) struct LiveFleet {
 }
 
 impl LiveFleet {
-    /// Starts the task that makes the lists.
     pub(super) fn start(shared: &Arc<Shared>, tasks: &Tasks) -> Self {
         let live = Self { events: Arc::new(watch::Sender::default()), tasks: tasks.clone() };
         let (events, shared) = (Arc::clone(&live.events), Arc::clone(shared));
@@ -48,7 +46,7 @@ impl LiveFleet {
         live
     }
 
-    /// Answers with a stream of the lists from now on, for as long as `pass` is valid.
+    /// The stream lasts as long as `pass` is valid.
     pub(super) fn subscribe(&self, pass: GatePass) -> Response {
         if self.events.receiver_count() >= WATCHERS_MAX {
             let message = format!("{WATCHERS_MAX} pages watch the fleet already; close one");
@@ -87,7 +85,7 @@ impl LiveFleet {
     }
 }
 
-/// Returns the event that tells the workers' state. `router` changes when the router restarts.
+/// The member `router` changes when the router restarts.
 fn build_event(shared: &Shared) -> Bytes {
     let fleet = workers::build_list(shared);
     let router = format!("{:08x}", shared.process_id);

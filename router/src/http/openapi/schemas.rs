@@ -9,7 +9,6 @@ use crate::{
     turn::sessions::SESSIONS_LISTED_MAX,
 };
 
-/// Returns all schemas by name.
 pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
     let answers = session_answers().into_iter().chain(announcement()).chain(other_answers());
     let answers = answers.chain(recent_events()).chain(fleet_sessions());
@@ -123,7 +122,6 @@ fn session_answers() -> [(&'static str, Value); 2] {
     ]
 }
 
-/// The form of an announcement, and of its answer.
 fn announcement() -> [(&'static str, Value); 2] {
     [
         (
@@ -150,7 +148,6 @@ fn announcement() -> [(&'static str, Value); 2] {
     ]
 }
 
-/// The forms of the list of all sessions, and of what a request says of it.
 fn fleet_sessions() -> [(&'static str, Value); 4] {
     let orders: Vec<Value> = SessionOrder::ALL.map(|order| json!(order)).into();
     [
@@ -182,7 +179,6 @@ fn fleet_sessions() -> [(&'static str, Value); 4] {
     ]
 }
 
-/// The forms of the lists of recent turns and placements, and of what a request says of them.
 fn recent_events() -> [(&'static str, Value); 5] {
     let list = |name: &str| {
         json!({

@@ -1,10 +1,9 @@
 //! Merges the log probabilities of a prompt into the decode engine's answer. Pure.
 //!
-//! With prefill/decode disaggregation, only the prefill engine computes the prompt. So only its
-//! answer has the log probabilities of the prompt's tokens, for which a client of `/generate` asks
-//! with `return_logprob` and `logprob_start_len`. They stand in `meta_info`, in every event of a
-//! stream. The prefill engine's values are put before those of the decode engine, by byte range; no
-//! other byte changes.
+//! With prefill/decode disaggregation, only the prefill engine's answer has the log probabilities
+//! of the prompt, for which a client of `/generate` asks with `return_logprob` and
+//! `logprob_start_len`. They stand in `meta_info`, in every event of a stream, and are put before
+//! the decode engine's by byte range. No other byte changes.
 
 use bytes::{Bytes, BytesMut};
 use memchr::memmem;
@@ -13,13 +12,10 @@ use proto::{
     route::Kind,
 };
 
-/// The keys of `meta_info` whose values are about the prompt.
 const KEYS: [&str; 3] = ["input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"];
-/// The most bytes of an answer, or of an event, that are held back to be merged. What is longer is
-/// passed on as it is.
+/// The most bytes of an answer or event that are held back. What is longer passes unmerged.
 const HELD_BYTES_MAX: usize = 64 << 20;
 
-/// Whether a request asks for log probabilities of its prompt.
 pub(in crate::turn) fn wants_input_logprobs(kind: Kind, body: &Object<'_>) -> bool {
     let text = |key| body.get(key).map(|value| value.get());
     let is_from_prompt = |start: &str| !matches!(start, "null" | "-1");
@@ -28,7 +24,7 @@ pub(in crate::turn) fn wants_input_logprobs(kind: Kind, body: &Object<'_>) -> bo
         && text("logprob_start_len").is_some_and(is_from_prompt)
 }
 
-/// Whether a request asks for its prompt with log probabilities, in a form that isn't merged.
+/// Such requests ask for log probabilities of their prompt in a form that isn't merged.
 pub(in crate::turn) fn echoes_logprobs(kind: Kind, body: &Object<'_>) -> bool {
     let text = |key| body.get(key).map(|value| value.get());
     let is_asked = |value: &str| !matches!(value, "null" | "false");
@@ -37,19 +33,17 @@ pub(in crate::turn) fn echoes_logprobs(kind: Kind, body: &Object<'_>) -> bool {
         && text("logprobs").is_some_and(is_asked)
 }
 
-/// Whether an answer, or an event of it, says that its request failed or was aborted.
 pub(in crate::turn) fn has_error(answer: &[u8]) -> bool {
     objects(answer).any(is_error)
 }
 
-/// Returns the JSON objects in an answer: itself, or the data of its events.
+/// Returns the answer itself, or the data of its events.
 fn objects(answer: &[u8]) -> impl Iterator<Item = &[u8]> {
     let whole = Some(answer).filter(|answer| answer.first() == Some(&b'{'));
     let stream = if whole.is_some() { &[][..] } else { answer };
     whole.into_iter().chain(events(stream).filter_map(data_of))
 }
 
-/// Whether an object is an error, or an answer of `/generate` that was aborted.
 fn is_error(object: &[u8]) -> bool {
     let Ok(object) = Object::parse(object) else { return false };
     let text = |key| object.get(key).map(|value| value.get());
@@ -66,12 +60,11 @@ fn is_error(object: &[u8]) -> bool {
     kind_of_finish().unwrap_or(false)
 }
 
-/// The log probabilities of a prompt, as JSON, by key.
+/// JSON values by key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::turn) struct PromptLogprobs(Vec<(&'static str, String)>);
 
 impl PromptLogprobs {
-    /// Reads them from a prefill engine's answer, streamed or not. `None` if there are none.
     pub(in crate::turn) fn find(answer: &[u8]) -> Option<Self> {
         objects(answer).find_map(|object| {
             let object = Object::parse(object).ok()?;
@@ -83,7 +76,6 @@ impl PromptLogprobs {
         })
     }
 
-    /// Returns the text of an answer's object with these values in it.
     fn merge_into(&self, text: &[u8]) -> Option<Vec<u8>> {
         let object = Object::parse(text).ok()?;
         let last = |members: &[Member<'_>], key: &str| {
@@ -92,7 +84,6 @@ impl PromptLogprobs {
         let meta_range = last(object.members(), "meta_info")?;
         let meta_text = &text[meta_range.clone()];
         let meta = Object::parse(meta_text).ok()?;
-        // Each place, and what replaces it.
         let mut changes = vec![];
         for (key, prompt) in &self.0 {
             match last(meta.members(), key) {
@@ -121,22 +112,18 @@ impl PromptLogprobs {
     }
 }
 
-/// Merges the log probabilities of a prompt into an answer as it comes.
 #[derive(Debug)]
 pub(in crate::turn) struct LogprobMerger {
     logprobs: PromptLogprobs,
     is_stream: bool,
-    /// What can't be merged yet.
     held: BytesMut,
 }
 
 impl LogprobMerger {
-    /// Creates a merger for one answer, which is a stream of events or one JSON object.
     pub(in crate::turn) fn new(logprobs: PromptLogprobs, is_stream: bool) -> Self {
         Self { logprobs, is_stream, held: BytesMut::new() }
     }
 
-    /// Takes the next bytes of the answer, and returns those that are complete.
     pub(in crate::turn) fn push(&mut self, data: &[u8]) -> Bytes {
         self.held.extend_from_slice(data);
         if self.held.len() > HELD_BYTES_MAX {
@@ -153,7 +140,6 @@ impl LogprobMerger {
         merged.freeze()
     }
 
-    /// Returns the rest of the answer, which has ended.
     pub(in crate::turn) fn finish(self) -> Bytes {
         if self.is_stream {
             return self.held.freeze();
@@ -173,7 +159,6 @@ impl LogprobMerger {
     }
 }
 
-/// Returns the complete events of a stream, without the empty lines between them.
 fn events(stream: &[u8]) -> impl Iterator<Item = &[u8]> {
     let ends = memmem::find_iter(stream, b"\n\n").chain([stream.len()]);
     ends.scan(0, move |start, end| {
@@ -183,19 +168,16 @@ fn events(stream: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// Returns the data of an event, if it is a JSON object.
 fn data_of(event: &[u8]) -> Option<&[u8]> {
     let mut lines = event.split(|byte| *byte == b'\n');
     let data = lines.find_map(|line| line.strip_prefix(b"data:"))?;
     Some(data.trim_ascii()).filter(|data| data.starts_with(b"{"))
 }
 
-/// Whether a JSON value is an empty list or `null`.
 fn is_empty(value: &str) -> bool {
     value == "null" || value.strip_prefix('[').is_some_and(|inside| inside.trim() == "]")
 }
 
-/// Joins two JSON lists.
 fn join(first: &str, second: &str) -> String {
     let inside = first.strip_suffix(']').zip(second.strip_prefix('['));
     match inside {

@@ -1,50 +1,44 @@
 //! Counts the bytes of a JSON body that can be text of a prompt, as the body arrives. Pure.
 //!
-//! An image, a video or a sound has many bytes and few tokens. In JSON it is a `data:` URI, or what
-//! stands under a key such as `image_data`. That is no text; all else is. So an image lifts the
-//! limit of text for itself alone.
+//! An image, a video or a sound has many bytes and few tokens. It is a `data:` URI, or stands under
+//! a key such as `image_data`; all else is text. So an image lifts the limit for itself alone.
 
 use memchr::{memchr2, memmem};
 
-/// What such a key contains.
+/// Keys with such a part have values that are no text.
 const MEDIA_KEY_MARKS: [&[u8]; 4] = [b"image", b"video", b"audio", b"file"];
-/// Such keys of several APIs.
+/// Keys of several APIs whose values are no text.
 const MEDIA_KEYS: [&[u8]; 2] = [b"data", b"b64_json"];
 /// How a URI begins under any key. A comma or a semicolon follows, before any space.
 const DATA_URI: &[u8] = b"data:";
-/// The most bytes of a string that are remembered, to know it as a key or a URI.
+/// Enough of a string to know it as a key or a URI.
 const BEGINNING_BYTES_MAX: usize = 128;
 
-/// Counts the text of one body.
 #[derive(Debug, Default)]
 pub(super) struct TextMeter {
-    /// The bytes of the body that were read.
     read_bytes: usize,
-    /// The bytes that are no text, of what is complete.
+    /// Bytes that are no text, of what is complete.
     media_bytes: usize,
     place: Place,
-    /// The beginning of the last string. It is a key if a colon follows.
+    /// The beginning of the last string, which is a key if a colon follows.
     beginning: Vec<u8>,
-    /// The open objects and arrays.
+    /// The number of open objects and arrays.
     depth: usize,
     /// The depth of the key whose value is no text, while that lasts.
     media_depth: Option<usize>,
 }
 
-/// What comes next in the body.
 #[derive(Debug, Clone, Copy, Default)]
 enum Place {
-    /// A byte outside of strings.
     #[default]
     Outside,
-    /// A byte of a string of which this many bytes were read.
+    /// Bytes of the string that were read.
     String(usize),
-    /// The second byte of an escape in such a string.
     Escape(usize),
 }
 
 impl TextMeter {
-    /// Reads on. `body` is all of the body that has arrived.
+    /// `body` is all of the body that has arrived.
     pub(super) fn read(&mut self, body: &[u8]) {
         let mut rest = body.get(self.read_bytes..).unwrap_or_default();
         while !rest.is_empty() {
@@ -61,7 +55,6 @@ impl TextMeter {
         self.read_bytes = self.read_bytes.max(body.len());
     }
 
-    /// Returns the bytes that can be text, of those that were read.
     pub(super) fn text_bytes(&self) -> usize {
         let in_string = match self.place {
             Place::String(bytes) | Place::Escape(bytes) if self.is_media() => bytes,
@@ -70,7 +63,7 @@ impl TextMeter {
         self.read_bytes.saturating_sub(self.media_bytes + in_string)
     }
 
-    /// Reads to the beginning of the next string. Returns the number of bytes.
+    /// Returns the number of bytes to the next string.
     fn read_outside(&mut self, rest: &[u8]) -> usize {
         for (index, byte) in rest.iter().enumerate() {
             self.media_bytes += usize::from(self.media_depth.is_some());
@@ -95,14 +88,13 @@ impl TextMeter {
         rest.len()
     }
 
-    /// What follows is text again if the value under the key has ended.
     fn end_media(&mut self, has_ended: bool) {
         if has_ended {
             self.media_depth = None;
         }
     }
 
-    /// Reads to the end of the string, or to an escape in it. Returns the number of bytes.
+    /// Returns the number of bytes to the string's end, or to an escape in it.
     fn read_string(&mut self, rest: &[u8], bytes: usize) -> usize {
         let end = memchr2(b'"', b'\\', rest);
         let inside = &rest[..end.unwrap_or(rest.len())];
@@ -122,7 +114,6 @@ impl TextMeter {
         inside.len() + usize::from(end.is_some())
     }
 
-    /// Whether the string that is read is no text.
     fn is_media(&self) -> bool {
         let is_uri = || {
             let uri = self.beginning.strip_prefix(DATA_URI);

@@ -1,7 +1,6 @@
 //! Decides which worker opens a session, and binds the session. Pure.
 //!
-//! A client opens a session without a turn, so there is no prompt to compare workers by. The parent
-//! module decides turns; `sessions` calls this one in the same step on the affinity table.
+//! A client opens a session without a turn, so there is no prompt to compare workers by.
 
 use std::time::Instant;
 
@@ -18,27 +17,20 @@ use crate::{
     },
 };
 
-/// The worker chosen to open a session.
 #[derive(Debug)]
 pub(crate) struct OpenDecision {
     pub(crate) worker: WorkerRef,
     pub(crate) reason: Reason,
-    /// Whether the session was open already.
     pub(crate) was_open: bool,
-    /// Whether another worker may open the session instead, because no worker has the session.
+    /// True only if no worker has the session.
     pub(crate) can_move: bool,
-    /// What to ask other routers before the session is opened. `None` if they know the session.
+    /// What to ask other routers before the open. `None` if they know the session.
     pub(crate) wish: Option<Wish>,
 }
 
-/// Chooses the worker that opens a session, and binds the session to it, so that turns sent
-/// meanwhile go there too. The binding counts a running turn, which the caller must end.
-///
-/// `failed_worker` is the worker that has just failed to open the session. If it is set, the
-/// session is bound already, and the binding moves to another worker.
-///
-/// # Errors
-/// If the session is closing, if no worker can take it, or if the table is full.
+/// The binding makes turns sent meanwhile go to the same worker. It counts a running turn, which
+/// the caller must end. If `failed_worker` is set, the session is bound already, and the binding
+/// moves.
 pub(crate) fn decide_open(
     affinity: &mut Affinity,
     open_request: &OpenRequest,

@@ -1,7 +1,4 @@
 //! Remembers names that may be those of requests, until they come again and so name a session.
-//!
-//! A turn is one request and its answer. The parent module places a session by the worker of the
-//! turn that first had its name.
 
 use proto::id::SessionKey;
 use service::clock::now;
@@ -13,20 +10,17 @@ use crate::{
 };
 
 impl Placer {
-    /// Whether a name that may be a request's own has come before.
     pub(in crate::turn) fn has_seen_name(&self, key: &SessionKey) -> bool {
         self.names_seen_once.lock().get(key, now()).is_some()
     }
 
-    /// Returns the worker of the turn that first had the session's name, if that turn ran without
-    /// the session.
+    /// Returns where the turn ran that first had the session's name, if it ran without the session.
     pub(super) fn worker_of_name(&self, intent: &SessionIntent) -> Option<WorkerRef> {
         intent.hint.filter(|hint| *hint == HintKind::SessionOrRequest)?;
         Some(self.names_seen_once.lock().get(&intent.key, now())?.worker)
     }
 
-    /// Remembers the worker of a name that came for the first time, and forgets a name that has
-    /// begun a session.
+    /// Also forgets a name that has begun a session.
     pub(super) fn remember_name(&self, turn: &Turn, worker: WorkerRef) {
         let begun = turn.session.as_ref().filter(|intent| intent.hint.is_some());
         if turn.name_seen_once.is_none() && begun.is_none() {

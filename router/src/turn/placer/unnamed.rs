@@ -1,6 +1,4 @@
 //! Places turns without a session, by the conversation that a prompt continues.
-//!
-//! A turn is one request and its answer. The parent module places all other turns.
 
 use std::{sync::Arc, time::Instant};
 
@@ -19,9 +17,8 @@ use crate::{
 };
 
 impl Placer {
-    /// Places a turn without a session on the worker that `choose` chooses. If its prompt was read,
-    /// the turn is recorded as one of a conversation, in one step with its placement. So of turns
-    /// that come at once, each sees where the one before it went.
+    /// A turn whose prompt was read is recorded as one of a conversation, in one step with its
+    /// placement. So of turns that come at once, each sees where the one before it went.
     pub(super) fn place_unnamed<E>(
         &self,
         facts: &TurnFacts<'_>,
@@ -56,17 +53,15 @@ impl Placer {
     }
 }
 
-/// Counts a turn of a conversation without a name as running. Dropped when the turn ends.
 #[derive(Debug)]
 pub(crate) struct ConversationHold {
     conversations: Arc<Mutex<Conversations>>,
     id: ConversationId,
-    /// Whether a worker has begun to answer. Otherwise it has none of the turn's KV.
+    /// Otherwise the worker has none of the turn's KV.
     is_answered: bool,
 }
 
 impl ConversationHold {
-    /// Records that the worker has begun to answer the turn.
     pub(in crate::turn) fn record_answer(&mut self, worker: WorkerRef, view: &Snapshot) {
         self.is_answered = true;
         let pool_tokens = view.worker_table().get(worker).and_then(|stats| stats.pool_tokens());
@@ -76,7 +71,6 @@ impl ConversationHold {
         self.conversations.lock().record_answer(self.id, room_tokens);
     }
 
-    /// Records that another worker runs the turn.
     pub(super) fn rebind(&self, worker: WorkerRef) {
         self.conversations.lock().rebind(self.id, worker);
     }

@@ -1,24 +1,20 @@
 //! Recognizes the known volatile preambles at the beginning of a JSON string.
 //!
-//! A volatile preamble is a text that a client puts before its system prompt and changes with each
-//! request. The text stands in a JSON string of the request body, where a client may write any
-//! character as an escape. This module decodes the string character by character while it matches.
-//! So it knows the length of the preamble in bytes of the body. It reads at most [`CHARS_MAX`]
-//! characters. The parent module passes in the string, and removes the preamble.
+//! A client may write any character of a JSON string as an escape. So the string is decoded
+//! character by character while it is matched, which gives the preamble's length in bytes of the
+//! body.
 
 use super::PreamblePlace;
 
-/// Maximum number of decoded characters in a preamble. Known preambles have about 100.
+/// Counts decoded characters. Known preambles have about 100.
 const CHARS_MAX: usize = 4096;
-/// Maximum number of characters in a key. Known keys have up to 13.
+/// Known keys have up to 13.
 const KEY_CHARS_MAX: usize = 64;
-/// Maximum number of characters in a value. Known values have up to 20.
+/// Known values have up to 20.
 const VALUE_CHARS_MAX: usize = 256;
-/// Maximum number of line breaks that are removed after a preamble. Gateways put one line break or
-/// an empty line (two line breaks) there.
+/// Gateways put one line break or an empty line (two line breaks) after a preamble.
 const LINE_BREAKS_MAX: usize = 2;
 
-/// A volatile preamble that a client is known to write.
 struct KnownPreamble {
     /// The client's name as a label in metrics.
     client: &'static str,
@@ -27,14 +23,12 @@ struct KnownPreamble {
     pattern: Pattern,
 }
 
-/// The form of a preamble.
 enum Pattern {
-    /// `name`, then pairs like ` key=value;`. The first pair has the key `first_key`. Every pair
-    /// must end in `;`. Keys are small letters, digits and `_`. Values are visible ASCII.
+    /// `name`, then pairs like ` key=value;`, the first with `first_key`. Every pair must end in
+    /// `;`. Keys are small letters, digits and `_`. Values are visible ASCII.
     Pairs { name: &'static str, first_key: &'static str },
 }
 
-/// All known volatile preambles.
 const KNOWN_PREAMBLES: [KnownPreamble; 1] = [
     // The preamble is the first block of `system`. The value of `cch` and a part of `cc_version`
     // change with each request: anthropics/claude-code#68900 (2026-06-16). Some gateways put it
@@ -47,18 +41,15 @@ const KNOWN_PREAMBLES: [KnownPreamble; 1] = [
     },
 ];
 
-/// A preamble at the beginning of a text.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PreambleMatch {
     pub(super) client: &'static str,
-    /// The length of the preamble in bytes of the body, with the line breaks after it.
+    /// In bytes of the body, with the line breaks after the preamble.
     pub(super) raw_bytes: usize,
-    /// Whether the text holds only the preamble.
     pub(super) is_whole_text: bool,
 }
 
-/// Returns the known preamble at the beginning of a JSON string. `string_content` is the string as
-/// it stands in the body, without its quotes.
+/// `string_content` is the string as it stands in the body, without its quotes.
 pub(super) fn find(place: PreamblePlace, string_content: &str) -> Option<PreambleMatch> {
     KNOWN_PREAMBLES.iter().filter(|known_preamble| known_preamble.places.contains(&place)).find_map(
         |known_preamble| {
@@ -77,28 +68,21 @@ pub(super) fn find(place: PreamblePlace, string_content: &str) -> Option<Preambl
     )
 }
 
-/// The part of a text that is not read yet.
 #[derive(Clone, Copy)]
 struct UnreadText<'a> {
     /// The unread part of the JSON string, with its escapes.
     rest: &'a str,
-    /// The number of characters that may still be read.
     chars_left: usize,
 }
 
-/// The result of reading a pair like ` key=value;`.
 enum Pair {
     Complete,
-    /// The text has a key and `=`, but no valid value that ends in `;`. Or [`CHARS_MAX`] was
-    /// reached.
+    /// A key and `=`, but no valid value that ends in `;`, or [`CHARS_MAX`] was reached.
     Broken,
-    /// The text doesn't begin with a space, a key and `=`.
     Absent,
 }
 
 impl UnreadText<'_> {
-    /// Reads a preamble of the form [`Pattern::Pairs`]. Returns `None` if the text doesn't begin
-    /// with a complete one.
     fn take_pairs(&mut self, name: &str, first_key: &str) -> Option<()> {
         self.take(name)?;
         // This only checks the first key, on a copy. The loop below reads the whole first pair.
@@ -116,7 +100,7 @@ impl UnreadText<'_> {
         }
     }
 
-    /// Reads a pair if it is complete. Otherwise reads nothing.
+    /// Reads nothing if the pair isn't complete.
     fn take_pair(&mut self) -> Pair {
         let mut lookahead = *self;
         if lookahead.take(" ").is_none() || lookahead.take_key().is_none() {
@@ -136,7 +120,6 @@ impl UnreadText<'_> {
         Pair::Broken
     }
 
-    /// Reads a key and the `=` after it.
     fn take_key(&mut self) -> Option<()> {
         self.next_char().filter(char::is_ascii_lowercase)?;
         for _ in 0..KEY_CHARS_MAX {
@@ -149,7 +132,6 @@ impl UnreadText<'_> {
         None
     }
 
-    /// Reads up to [`LINE_BREAKS_MAX`] line breaks.
     fn take_line_breaks(&mut self) {
         for _ in 0..LINE_BREAKS_MAX {
             let mut lookahead = *self;
@@ -163,13 +145,11 @@ impl UnreadText<'_> {
         }
     }
 
-    /// Reads the characters of `wanted`. Returns `None` at the first character that differs.
     fn take(&mut self, wanted: &str) -> Option<()> {
         wanted.chars().try_for_each(|char| (self.next_char() == Some(char)).then_some(()))
     }
 
-    /// Reads the next decoded character. Returns `None` at the end of the text, and when
-    /// [`CHARS_MAX`] characters were read.
+    /// `None` also when [`CHARS_MAX`] characters were read.
     fn next_char(&mut self) -> Option<char> {
         self.chars_left = self.chars_left.checked_sub(1)?;
         let mut raw_chars = self.rest.chars();

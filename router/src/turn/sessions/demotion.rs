@@ -1,8 +1,7 @@
 //! Demotes sessions: their KV goes to the radix trees of their engines, and their history stays.
 //!
 //! A pinned session keeps its KV and a request row to itself, also between its turns. After a
-//! demotion others can use both, and the session's next turn computes what was evicted meanwhile.
-//! The session's agent decides whether it can be demoted now.
+//! demotion others can use both, and the next turn computes what was evicted meanwhile.
 
 use proto::id::SessionKey;
 use tonic::Code;
@@ -11,10 +10,7 @@ use super::{Error, SessionService, decide};
 use crate::placement::session_status::SessionStatus;
 
 impl SessionService {
-    /// Demotes a session. Returns when its engine has done that, also if it was demoted before.
-    ///
-    /// # Errors
-    /// If there is no such session, if it is lost or closing, or if its agent refuses or fails.
+    /// Returns when the engine has done that, also if the session was demoted before.
     pub(crate) async fn demote(&self, key: &SessionKey) -> Result<(), Error> {
         let status = self.directory.status_after_reconnect(key).await;
         let view = self.directory.view();
