@@ -1,67 +1,57 @@
 //! The names by which a client aborts its turns, and the request by which a router asks for that.
 //!
-//! A client names a turn in the body (`rid`, on `/v1/responses` `request_id`). If the body has no
-//! name, the header `x-request-id` names the turn. The agent gives the turn another id inside the
-//! engine, so that two clients may use the same name. For a list of prompts, the body may have a
-//! list of names; otherwise the engine names the prompts of `x` `x_0`, `x_1` and so on.
-//!
-//! The router posts an [`AbortRequest`] to [`PATH`] on the data ports of all agents, because the
-//! turn may have come through another router. This module does no I/O.
+//! The agent gives the turn another id inside the engine, so that two clients may use the same
+//! name. For a list of prompts, the body may have a list of names; otherwise the engine names the
+//! prompts of `x` `x_0`, `x_1` and so on. The router posts an [`AbortRequest`] to all agents,
+//! because the turn may have come through another router.
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use crate::{body::Object, route::Kind};
 
-/// The path for abort requests, on the agent's data port.
+/// A path of the agent's data port.
 pub const PATH: &str = "/berth/abort";
-/// The header with the name of a turn whose body has none.
+/// Names a turn whose body names none.
 pub const REQUEST_ID: http::HeaderName = http::HeaderName::from_static("x-request-id");
 
-/// The most prompts of one turn that can be named, so that a turn's names stay small.
+/// Keeps a turn's names small.
 const NAMES_MAX: usize = 1024;
-/// The longest name, in bytes. A UUID has 36.
+/// A UUID has 36 bytes.
 pub const NAME_BYTES_MAX: usize = 256;
 
-/// Which turns to abort.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AbortRequest {
-    /// The principal whose turns are meant; `None`: everybody's.
+    /// `None`: everybody's turns.
     pub principal: Option<String>,
-    /// The names of the turns; `None`: all turns.
+    /// `None`: all turns.
     pub rids: Option<Vec<String>>,
 }
 
-/// The names that a client gave a turn or its prompts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum TurnNames {
     /// The turn has no name, or one that is too long.
     #[default]
     None,
-    /// The turn's name.
     Turn(String),
-    /// A name for each prompt of a list.
+    /// One name for each prompt of a list.
     Prompts(Vec<String>),
 }
 
-/// The part of a turn that a name stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TurnPart {
-    /// The whole turn.
     Whole,
-    /// One prompt of a list, by its place.
+    /// The prompt's place in a list.
     Prompt(usize),
 }
 
 impl TurnNames {
-    /// Reads the names of a turn in its body.
     #[must_use]
     pub fn in_body(kind: Kind, body: &Object<'_>) -> Self {
         let names = kind.rid_key().and_then(|key| body.get(key));
         names.map_or(Self::None, Self::from_json)
     }
 
-    /// Returns these names, or if there are none the name in the headers.
     #[must_use]
     pub fn or_header(self, headers: &http::HeaderMap) -> Self {
         if self != Self::None {
@@ -81,7 +71,7 @@ impl TurnNames {
         name.filter(|name| is_legal(name)).map_or(Self::None, Self::Turn)
     }
 
-    /// Returns the part of the turn that `rid` stands for; `None` if it isn't this turn's name.
+    /// `None` if `rid` isn't this turn's name.
     #[must_use]
     pub fn part_named(&self, rid: &str) -> Option<TurnPart> {
         match self {

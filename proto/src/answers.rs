@@ -1,10 +1,7 @@
 //! Tells from a request's body for how many answers to how many prompts it asks.
 //!
-//! A session is a sequence of turns that share a growing prefix, and a turn is one request and its
-//! answer. A request with several prompts or answers has no place in that sequence. The agent's
-//! `data_port` refuses such a turn of a session. The router's `turn` leaves the session out of such
-//! a turn if the client only hinted at the session. Both count a turn by its sequences where
-//! clients share something. This module is pure.
+//! A request with several prompts or answers has no place in the sequence of turns that is a
+//! session.
 
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
@@ -15,7 +12,6 @@ use crate::{
     route::Kind,
 };
 
-/// Whether the body asks for one answer to one prompt.
 #[must_use]
 pub fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
     let is_more_than_one =
@@ -59,8 +55,8 @@ pub fn has_single_answer(kind: Kind, object: &Object<'_>) -> bool {
     }
 }
 
-/// Returns the number of sequences that the engine runs for the body side by side: its prompts
-/// times the answers to each. At least 1. What can't be read counts as 1; the engine refuses it.
+/// Counts what the engine runs side by side: prompts, times the answers to each. Never 0. A body
+/// that can't be read counts as one sequence; the engine refuses it.
 #[must_use]
 pub fn count_sequences(kind: Kind, object: &Object<'_>) -> u32 {
     let lists = |key| elements(object.get(key), |byte| byte == b'[');
@@ -88,14 +84,14 @@ pub fn count_sequences(kind: Kind, object: &Object<'_>) -> u32 {
     prompts.saturating_mul(answers).max(1)
 }
 
-/// Returns the number of an array's elements if the first of them begins so, else 1.
+/// Returns 1 unless the array's first element begins so.
 fn elements(value: Option<&RawValue>, is_begin: impl Fn(u8) -> bool) -> u32 {
     let list = value.filter(|value| first_byte_inside(value).is_some_and(is_begin));
     let elements = list.and_then(|list| serde_json::from_str::<Vec<IgnoredAny>>(list.get()).ok());
     elements.map_or(1, |elements| u32::try_from(elements.len()).unwrap_or(u32::MAX))
 }
 
-/// Returns the answers to each prompt of `/generate`: of a list, the most that an element asks for.
+/// The most answers that an element of a list asks for count.
 fn sampled_answers(sampling: &RawValue) -> u32 {
     let of_one = |one: &RawValue| match Object::parse(one.get().as_bytes()) {
         Ok(object) => object.get("n").map_or(1, read_number),
@@ -110,19 +106,16 @@ fn sampled_answers(sampling: &RawValue) -> u32 {
     of_one(sampling)
 }
 
-/// Reads a number of answers, which the engine takes in other forms of a number and as a string
-/// too. One that is too large for a `u32` is the largest.
+/// The engine takes a number of answers in other forms of a number and as a string too. One that is
+/// too large for a `u32` is the largest.
 fn read_number(value: &RawValue) -> u32 {
     let text = value.get().trim_matches('"').trim();
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it saturates")]
     text.parse::<f64>().map_or(1, |number| number.ceil() as u32)
 }
 
-/// Whether the body asks for an answer that is made after the response has ended: by a response in
-/// the background, or by SGLang's own flag, by which the engine goes on without its client.
-///
-/// # Errors
-/// If the engine can't read the member either.
+/// Whether the answer is made after the response has ended: by a response in the background, or by
+/// SGLang's own flag, by which the engine goes on without its client.
 pub fn runs_in_background(kind: Kind, object: &Object<'_>) -> Result<bool, NotAFlag> {
     match kind {
         Kind::Responses | Kind::Generate | Kind::Encode => read_flag(object.get("background")),
@@ -130,7 +123,7 @@ pub fn runs_in_background(kind: Kind, object: &Object<'_>) -> Result<bool, NotAF
     }
 }
 
-/// Returns the first byte inside an array that isn't white space, which is `]` in an empty array.
+/// Returns `]` for an empty array.
 #[must_use]
 pub fn first_byte_inside(value: &RawValue) -> Option<u8> {
     let array_text = value.get().strip_prefix('[')?;

@@ -1,10 +1,7 @@
 //! Cuts prompts into routing blocks, so that agents and routers name the same parts of a prompt.
 //!
 //! A routing block is 64 tokens of a prompt, or one page of the engine's KV pool if the engine has
-//! larger pages. Agents report which blocks have resident KV (the agent's `kv_events`), and routers
-//! look up a prompt's blocks in these reports (the router's `prompt` and `residency`). This module
-//! only defines a block's size, a block's identity (a hash), and how a growing prompt is hashed. It
-//! knows no worker, and it stores neither tokens nor an index.
+//! larger pages.
 //!
 //! A block's hash also covers all tokens before the block, so one hash identifies a whole prefix:
 //!
@@ -17,37 +14,33 @@
 //! | group        | own                       | index  |
 //! ```
 //!
-//! - `index` is the number of blocks before the block in its prompt, modulo 8. Eight consecutive
-//!   blocks with the indices 0 to 7 form a group.
-//! - `group` holds hash bits of the group's first block. All eight blocks have the same `group`, so
-//!   an index finds all of them by one entry.
+//! - `index` is the number of blocks before the block in its prompt, modulo 8.
+//! - `group` holds hash bits of the group's first block, the one with `index` 0. All eight blocks
+//!   have the same `group`, so an index finds all of them by one entry.
 //! - `own` holds bits of the block's own hash.
 //!
-//! The root stands before the first block, and has `index` 7. Besides the block size, the root
-//! covers what keeps the KV of equal tokens apart: the LoRA adapter, the request's extra key
-//! (`namespace`) and its cache salt. Each of these is `00` if absent, else
-//! `01 ‖ length: u64 ‖ bytes`. A [`Scheme`] holds what the root covers. All integers are
-//! little-endian.
+//! The root stands before the first block, and has `index` 7. It covers what keeps the KV of equal
+//! tokens apart ([`Scheme`]): each text is `00` if absent, else `01 ‖ length: u64 ‖ bytes`. All
+//! integers are little-endian.
 //!
 //! The engine's page size and page hashes are not part of the identity, so all engines with pages
-//! of 1 to 64 tokens have the same block hashes. The sum can be continued from any token. So code
+//! of 1 to 64 tokens have the same block hashes. The sum can be continued from any token, so code
 //! that follows an engine's pages keeps an eight-byte sum for a partial block, and not its tokens.
-//! The hash is fast and not cryptographic. A client that makes two prompts collide causes a wrong
-//! guess about where KV is, and can't read that KV.
+//! The hash is not cryptographic: a client that makes two prompts collide causes a wrong guess
+//! about where KV is, and can't read that KV.
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::table::KEY_BITS;
 
-/// Version of the hash rule above, and part of every root. Raise it when the rule changes.
+/// Every root has it. Raise it when the hash rule changes.
 const VERSION: u8 = 1;
 
-/// Tokens per block for engines with pages of at most this size. Long blocks keep lists short: a
-/// prompt of 128k tokens has 2,048 blocks. Short blocks lose less at a prompt's end, where half a
-/// block isn't counted on average: 32 tokens take about a millisecond of prefill.
+/// Engines with smaller pages have this size too. Long blocks keep lists short: a prompt of 128k
+/// tokens has 2,048 blocks. Short blocks lose less at a prompt's end, where half a block isn't
+/// counted on average: 32 tokens take about a millisecond of prefill.
 pub const BLOCK_TOKENS_MIN: u32 = 64;
-/// The largest page size, in tokens, for which there are blocks. Engines have pages of 1 to 256
-/// tokens.
+/// Engines have pages of 1 to 256 tokens.
 pub const BLOCK_TOKENS_MAX: u32 = 256;
 
 /// The factors `K[i]` of a block's token sum, by a token's position in its block.
@@ -66,7 +59,7 @@ const TOKEN_FACTORS: [u64; BLOCK_TOKENS_MAX as usize] = {
     factors
 };
 
-/// No block size exists for this page size, in tokens: it is 0 or above [`BLOCK_TOKENS_MAX`].
+/// The page size, in tokens, is 0 or above [`BLOCK_TOKENS_MAX`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a page has 1 to {BLOCK_TOKENS_MAX} tokens, this one has {0}; set the engine's page size")]
 pub struct Error(pub u32);
@@ -75,19 +68,17 @@ pub struct Error(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u64);
 
-/// The memory of a worker in which a block is resident.
+/// Says which memory of a worker has a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tier {
-    /// The GPU's memory.
     Device,
-    /// The host's memory. The engine uses this KV after it has copied it to the device.
+    /// The engine uses this KV after it has copied it to the device.
     Host,
 }
 
-/// Blocks per group.
 pub const GROUP_BLOCKS: usize = 8;
-/// Number of hash bits in `group`, which is a key in a [`crate::table::RunTable`]. In an index of a
-/// hundred million blocks, less than one other group has the same key on average.
+/// Hash bits in `group`, which is a key in a [`crate::table::RunTable`]. In an index of a hundred
+/// million blocks, less than one other group has the same key on average.
 const GROUP_BITS: u32 = KEY_BITS;
 const INDEX_BITS: u32 = 3;
 const OWN_BITS: u32 = 64 - GROUP_BITS - INDEX_BITS;
@@ -95,27 +86,25 @@ const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 const GROUP_MASK: u64 = u64::MAX << (64 - GROUP_BITS);
 
 impl BlockHash {
-    /// Returns the block's position in its group, 0 to 7.
     #[must_use]
     pub fn index_in_group(self) -> usize {
         usize::from(self.0.to_le_bytes()[0]) % GROUP_BLOCKS
     }
 
-    /// Returns the table key of the block's group. All blocks of a group return the same key.
+    /// All blocks of a group have the same key.
     #[must_use]
     pub fn group_key(self) -> u64 {
         self.0 >> (64 - GROUP_BITS)
     }
 
-    /// Returns a table key of this block alone: the upper bits of `own`.
+    /// The upper bits of `own`.
     #[must_use]
     pub fn own_key(self) -> u64 {
         (self.0 & !GROUP_MASK) >> (INDEX_BITS + OWN_BITS - GROUP_BITS)
     }
 
-    /// Returns whether this block can follow `parent`. Without a parent, returns whether this block
-    /// can be a prompt's first block. Compares only group and index, because the other bits can't
-    /// be checked without the block's tokens.
+    /// Without a parent, whether this block can be a prompt's first block. Compares only group and
+    /// index, because the other bits can't be checked without the block's tokens.
     #[must_use]
     pub fn can_follow(self, parent: Option<Self>) -> bool {
         let expected_index =
@@ -126,15 +115,10 @@ impl BlockHash {
     }
 }
 
-/// The number of tokens in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockTokens(u32);
 
 impl BlockTokens {
-    /// Returns the block size for an engine's page size in tokens.
-    ///
-    /// # Errors
-    /// When the page is empty or larger than [`BLOCK_TOKENS_MAX`].
     pub fn for_page(page_tokens: u32) -> Result<Self, Error> {
         match page_tokens {
             1..=BLOCK_TOKENS_MAX => Ok(Self(page_tokens.max(BLOCK_TOKENS_MIN))),
@@ -142,35 +126,29 @@ impl BlockTokens {
         }
     }
 
-    /// Returns the number of tokens.
     #[must_use]
     pub fn get(self) -> u32 {
         self.0
     }
 }
 
-/// Everything besides tokens that a block's identity depends on. Prompts of equal tokens share KV
-/// only if their schemes are equal.
+/// Everything besides tokens that a block's identity depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Scheme<'a> {
-    /// The block size.
     pub block_tokens: BlockTokens,
-    /// Name of the LoRA adapter.
     pub lora: Option<&'a str>,
     /// The request's extra key.
     pub namespace: Option<&'a str>,
-    /// The request's cache salt.
     pub cache_salt: Option<&'a str>,
 }
 
 impl Scheme<'_> {
-    /// Returns the scheme of a prompt without adapter, namespace or salt.
     #[must_use]
     pub fn plain(block_tokens: BlockTokens) -> Self {
         Self { block_tokens, lora: None, namespace: None, cache_salt: None }
     }
 
-    /// Returns the root: the hash that stands before a prompt's first block.
+    /// Stands before a prompt's first block.
     #[must_use]
     pub fn root(&self) -> BlockHash {
         let mut bytes = vec![VERSION];
@@ -188,8 +166,7 @@ impl Scheme<'_> {
     }
 }
 
-/// Returns the hash of the block after `parent`, which is a block or a root. `token_sum` is the
-/// weighted sum of the new block's tokens, as the module's documentation defines it.
+/// `parent` is a block or a root. `token_sum` is `sum(b)` of the module's documentation.
 #[must_use]
 pub fn hash_after(parent: BlockHash, token_sum: u64) -> BlockHash {
     let mut bytes = [0; 16];
@@ -202,26 +179,19 @@ pub fn hash_after(parent: BlockHash, token_sum: u64) -> BlockHash {
     }
 }
 
-/// Hashes the blocks of a growing prompt, without hashing a token twice.
-///
-/// A chain stores no tokens, only the last hash and a sum. A copy of a chain continues from the
-/// point at which it was copied.
+/// Hashes the blocks of a growing prompt, without hashing a token twice. A copy of a chain
+/// continues from the point at which it was copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
-    /// Tokens per block.
     block_tokens: usize,
     /// The hash of the last full block, or the root.
     last_hash: BlockHash,
-    /// Number of full blocks.
     full_blocks: u64,
-    /// Number of tokens after the last full block.
     partial_tokens: usize,
-    /// The weighted sum of the tokens after the last full block.
     partial_sum: u64,
 }
 
 impl Chain {
-    /// Returns the chain of an empty prompt.
     #[must_use]
     pub fn new(scheme: &Scheme<'_>) -> Self {
         let block_tokens = scheme.block_tokens.0 as usize;
@@ -229,8 +199,8 @@ impl Chain {
         Self { block_tokens, last_hash, full_blocks: 0, partial_tokens: 0, partial_sum: 0 }
     }
 
-    /// Returns the chain of a prompt that was hashed before, up to `tokens` tokens. `last_hash` and
-    /// `partial_sum` are the values that the methods of these names returned at that point.
+    /// The chain of a prompt that was hashed before, up to `tokens` tokens. `last_hash` and
+    /// `partial_sum` are what the methods of these names returned at that point.
     #[must_use]
     pub fn resume(
         block_tokens: BlockTokens,
@@ -245,25 +215,24 @@ impl Chain {
         Self { block_tokens, last_hash, full_blocks, partial_tokens, partial_sum }
     }
 
-    /// Returns the hash of the last full block, or the root.
+    /// Returns the root, if there is no full block.
     #[must_use]
     pub fn last_hash(&self) -> BlockHash {
         self.last_hash
     }
 
-    /// Returns the weighted sum of the tokens after the last full block.
+    /// The weighted sum of the tokens after the last full block.
     #[must_use]
     pub fn partial_sum(&self) -> u64 {
         self.partial_sum
     }
 
-    /// Returns the number of tokens hashed so far.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.full_blocks * self.block_tokens as u64 + self.partial_tokens as u64
     }
 
-    /// Hashes the prompt's next tokens. Appends the hash of each block that they fill to `hashes`.
+    /// Appends to `hashes` the hash of each block that the tokens fill.
     pub fn push(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
         hashes.reserve((self.partial_tokens + tokens.len()) / self.block_tokens);
         let mut remaining = tokens;

@@ -1,16 +1,9 @@
 //! Reads the top level of a JSON request body, and replaces the members that Berth owns.
 //!
-//! Berth decides the values of some keys ([`OWNED_KEYS`]), whatever the client sent. [`Object`]
-//! knows the byte range of each top-level member, so a rewrite keeps every other byte: no number is
-//! reformatted, no key reordered, no whitespace lost.
-//!
-//! The agent's `data_port` reads each body here and rewrites it for the engine. The router reads
-//! bodies for placement (`turn/request.rs`, `prompt.rs`) and cuts out a preamble. This module
-//! doesn't choose the new values, and it doesn't know what a key means.
-//!
-//! JSON parsers take the *last* of duplicate keys and decode escapes in keys. So a rewrite removes
-//! every occurrence of an owned key from the top level, also one that is written with escapes.
-//! Nested members belong to the client.
+//! A rewrite keeps every other byte: no number is reformatted, no key reordered, no whitespace
+//! lost. JSON parsers take the *last* of duplicate keys and decode escapes in keys. So a rewrite
+//! removes every occurrence of an owned key from the top level, also one that is written with
+//! escapes. Nested members belong to the client.
 
 use std::{fmt, ops::Range};
 
@@ -20,11 +13,11 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-/// The most top-level members of a body. Real requests have fewer than 60. Without this bound, a
-/// body of tiny members would need a multiple of its size in memory.
+/// Real requests have fewer than 60. Without this bound, a body of tiny members would need a
+/// multiple of its size in memory.
 pub const MEMBERS_MAX: usize = 4096;
 
-/// The top-level keys whose values Berth decides. A client's values are never forwarded.
+/// A client's values of these top-level keys are never forwarded.
 pub const OWNED_KEYS: [&str; 11] = [
     "session_params",
     "session_id",
@@ -40,7 +33,6 @@ pub const OWNED_KEYS: [&str; 11] = [
     "bootstrap_pair_key",
 ];
 
-/// Why a body was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The body is not one JSON object, or the object has more than [`MEMBERS_MAX`] members.
@@ -48,26 +40,23 @@ pub enum Error {
     NotAnObject(Fault),
 }
 
-/// Where and why a text is not the expected JSON. It has at most 120 bytes of the
-/// text itself.
+/// Has at most 120 bytes of the text itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason} at line {line}, column {column} (byte {byte})")]
 pub struct Fault {
-    /// What was expected or found.
     pub reason: String,
-    /// The line of the fault, from 1.
+    /// The first line is 1.
     pub line: usize,
-    /// The byte of the fault within its line, from 1.
+    /// Counts bytes within the line, from 1.
     pub column: usize,
-    /// The offset of the fault in the text, from 0.
+    /// An offset in the text, from 0.
     pub byte: usize,
 }
 
-/// The most bytes of a fault's reason. A reason may quote a value as long as the whole text.
+/// A reason may quote a value as long as the whole text.
 const REASON_BYTES_MAX: usize = 120;
 
 impl Fault {
-    /// Describes an error of reading `text`.
     #[must_use]
     pub fn new(error: &serde_json::Error, text: &[u8]) -> Self {
         let (line, column) = (error.line(), error.column());
@@ -90,26 +79,24 @@ impl Fault {
     }
 }
 
-/// A top-level member of a JSON object.
 #[derive(Debug)]
 pub struct Member<'a> {
-    /// The key with its escapes decoded.
+    /// Escapes in it are decoded.
     pub key: String,
-    /// The value as written.
     pub value: &'a RawValue,
-    /// The end of the value, as an offset into the body.
+    /// An offset into the body.
     end: usize,
 }
 
 impl Member<'_> {
-    /// Returns the range of the value, as offsets into the body.
+    /// Has offsets into the body.
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.end - self.value.get().len()..self.end
     }
 }
 
-/// A JSON object with the byte ranges of its members. The whole text is valid JSON.
+/// The whole text is valid JSON.
 #[derive(Debug)]
 pub struct Object<'a> {
     bytes: &'a [u8],
@@ -118,10 +105,9 @@ pub struct Object<'a> {
     members: Vec<Member<'a>>,
 }
 
-/// A part of a rewritten body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Part {
-    /// A range of bytes of the original body.
+    /// A range of the original body.
     Kept(Range<usize>),
     /// The place of the members that Berth adds, after all kept members. Each body has one.
     Added {
@@ -131,11 +117,7 @@ pub enum Part {
 }
 
 impl<'a> Object<'a> {
-    /// Reads an object. Checks the whole text, so that malformed JSON is refused here and not by
-    /// the engine.
-    ///
-    /// # Errors
-    /// When the text isn't one JSON object, or the object has more than [`MEMBERS_MAX`] members.
+    /// Checks the whole text, so that malformed JSON is refused here and not by the engine.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
         let members_start =
             bytes.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
@@ -156,23 +138,18 @@ impl<'a> Object<'a> {
         Ok(Self { bytes, members_start, members })
     }
 
-    /// Returns the text from which the object was read.
     #[must_use]
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// Returns the value of `key`. Of duplicate keys the last one counts, as for other parsers.
+    /// The last of duplicate keys counts, as for other parsers.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&'a RawValue> {
         self.members.iter().rev().find(|member| member.key == key).map(|member| member.value)
     }
 
-    /// Returns the offsets of `part` in [`Self::bytes`]. `part` must be a slice of that text, at
-    /// any depth.
-    ///
-    /// # Panics
-    /// When `part` is not a slice of the object's text.
+    /// Returns offsets in [`Self::bytes`]. `part` must be a slice of that text, at any depth.
     #[must_use]
     pub fn range_of(&self, part: &str) -> Range<usize> {
         let start = (part.as_ptr() as usize).checked_sub(self.bytes.as_ptr() as usize);
@@ -182,14 +159,13 @@ impl<'a> Object<'a> {
         range
     }
 
-    /// Returns all members in the order in which they were written, duplicates included.
+    /// Has the order in which they were written, and duplicates.
     #[must_use]
     pub fn members(&self) -> &[Member<'a>] {
         &self.members
     }
 
-    /// Returns the body without the members whose keys are in `removed_keys`, and with a place for
-    /// other members at its end.
+    /// Leaves out `removed_keys`, and has a place for other members at its end.
     #[must_use]
     pub fn rewrite(&self, removed_keys: &[&str]) -> Vec<Part> {
         let mut parts = vec![Part::Kept(0..self.members_start)];
@@ -213,8 +189,7 @@ impl<'a> Object<'a> {
         parts
     }
 
-    /// Returns the length of the whitespace and the comma at the beginning of a range, or 0 if no
-    /// comma is there.
+    /// Counts the whitespace and the comma at the beginning of a range; 0 without a comma.
     fn leading_comma_bytes(&self, range: &Range<usize>) -> usize {
         let bytes = &self.bytes[range.clone()];
         let comma_index = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
@@ -225,17 +200,14 @@ impl<'a> Object<'a> {
 /// The first element of a JSON array.
 #[derive(Debug)]
 pub struct Element<'a> {
-    /// The element as written.
     pub value: &'a RawValue,
     /// The element and, if a comma follows, the text up to and with that comma. Without this text,
     /// the array is valid and lacks the element.
     pub with_comma: &'a str,
-    /// Whether the array has no other element.
     pub is_only: bool,
 }
 
-/// Returns the first element of an array, without reading the elements after it. Returns `None` for
-/// an empty array and for any other value.
+/// Doesn't read the elements after the first. `None` for an empty array and for any other value.
 #[must_use]
 pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     let inside = array.get().strip_prefix('[')?;
@@ -252,8 +224,7 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     Some(Element { value, with_comma, is_only })
 }
 
-/// Appends a range of the original body to `parts`. If the range begins where the last part ends,
-/// extends that part instead.
+/// Extends the last part instead, if the range begins where that part ends.
 fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
     match parts.last_mut() {
         Some(Part::Kept(last)) if last.end == range.start => last.end = range.end,
@@ -261,7 +232,7 @@ fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
     }
 }
 
-/// Collects the members of one object without parsing their values.
+/// Doesn't parse the values.
 struct MembersVisitor;
 
 impl<'de> Visitor<'de> for MembersVisitor {
@@ -285,8 +256,7 @@ impl<'de> Visitor<'de> for MembersVisitor {
     }
 }
 
-/// Returns the rewritten body: the text of `parts` over the original `bytes`, with the members in
-/// `added`. `added` is JSON text: members separated by commas, without braces. It may be empty.
+/// `added` is JSON text: members separated by commas, without braces. It may be empty.
 #[must_use]
 pub fn assemble(bytes: &[u8], parts: &[Part], added: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len() + 128);

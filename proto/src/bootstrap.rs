@@ -1,57 +1,44 @@
 //! The header by which a router tells an agent which half of a prefill/decode pair its engine runs.
 //!
-//! In prefill/decode disaggregation, two engines run one turn (a request and its answer). The
-//! prefill engine computes the prompt and hands the KV to the decode engine. The router sends the
-//! turn to the agents of both, with the same [`Bootstrap`]. The agents write its values into the
-//! engine's body; a client's own values are removed (`body::OWNED_KEYS`).
-//!
-//! Only a router may send the header ([`crate::claim::TRUSTED`]): it names an address to which the
-//! decode engine connects. The router's `turn/pair.rs` writes it, the agent's `data_port` reads it.
+//! The router sends a turn to the agents of both engines, with the same [`Bootstrap`]. Only a
+//! router may send the header ([`crate::claim::TRUSTED`]): it names an address to which the decode
+//! engine connects.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
 
-/// Carries a [`Bootstrap`], as JSON.
+/// A [`Bootstrap`], as JSON.
 pub const BOOTSTRAP: HeaderName = HeaderName::from_static("x-berth-bootstrap");
 
-/// Rooms are below this number: the engine keeps them as signed 64-bit numbers.
+/// The engine keeps rooms as signed 64-bit numbers.
 pub const ROOMS_END: u64 = 1 << 63;
 
-/// The half of a turn that an engine runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Half {
-    /// The prompt.
     Prefill,
-    /// The answer.
     Decode,
 }
 
-/// How the two engines of a pair find each other for one turn.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bootstrap {
-    /// The half that the receiver's engine runs.
+    /// The receiver's engine runs this half.
     pub half: Half,
-    /// Host of the prefill engine's bootstrap server, for the decode engine.
+    /// The decode engine finds the prefill engine's bootstrap server there.
     pub host: String,
-    /// Port of the bootstrap server.
     pub port: u16,
     /// Number of the hand-off, unique among the turns that run; below [`ROOMS_END`]. Its remainder
     /// by the prefill engine's number of DP ranks is `prefill_rank`.
     pub room: u64,
-    /// DP rank of the prefill engine.
     pub prefill_rank: u32,
 }
 
-/// The bootstrap header isn't the JSON of a [`Bootstrap`].
 #[derive(Debug, thiserror::Error)]
 #[error("the {BOOTSTRAP} header is not the JSON of a bootstrap; only a router may send it")]
 pub struct Malformed(#[source] Option<serde_json::Error>);
 
 impl Bootstrap {
-    /// Returns a room whose remainder by `ranks`, the prefill engine's number of DP ranks, is
-    /// `rank`. `random` is any number.
     #[must_use]
     pub fn room_for(random: u64, rank: u32, ranks: u32) -> u64 {
         let ranks = u64::from(ranks.max(1));
@@ -59,18 +46,14 @@ impl Bootstrap {
         multiple + u64::from(rank) % ranks
     }
 
-    /// Returns the value of the [`BOOTSTRAP`] header; `None` if the host has characters that no
-    /// header can carry.
+    /// `None` if the host has characters that no header can carry.
     #[must_use]
     pub fn to_header(&self) -> Option<HeaderValue> {
         let text = serde_json::to_vec(self).expect("a struct of strings and numbers serialises");
         HeaderValue::from_bytes(&text).ok()
     }
 
-    /// Reads the header of a request; `None` if the turn isn't split.
-    ///
-    /// # Errors
-    /// When the header is there but isn't a valid bootstrap.
+    /// `None` if the turn isn't split.
     pub fn from_headers(headers: &HeaderMap) -> Result<Option<Self>, Malformed> {
         let Some(value) = headers.get(BOOTSTRAP) else { return Ok(None) };
         let bootstrap: Self =
@@ -81,7 +64,7 @@ impl Bootstrap {
         Ok(Some(bootstrap))
     }
 
-    /// Returns the JSON members that tell the engine of the hand-off, without braces.
+    /// The members have no braces.
     #[must_use]
     pub fn members(&self) -> String {
         let host = serde_json::to_string(&self.host).expect("a string serialises");

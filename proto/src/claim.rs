@@ -1,13 +1,8 @@
 //! The headers by which a router tells an agent to which session a turn belongs.
 //!
-//! A turn is one request and its answer; a session is an ordered list of turns that share a growing
-//! prefix. The [`Claim`] names the session and what the client wants done with it. The agent claims
-//! the session (reserves it for this turn) before it reads the request's body.
-//!
-//! The router's `turn/proxy.rs` writes these headers, and the agent's `data_port/turn.rs` reads
-//! them. The agent trusts them: only the router checks the client's credential. The router removes
-//! the headers from its clients' requests (`service::headers`), so that no client can write them.
-//! This module only converts between headers and values. It knows no session's state.
+//! The agent claims the session (reserves it for this turn) before it reads the request's body. It
+//! trusts the headers: only the router checks the client's credential. The router removes the
+//! headers from its clients' requests (`service::headers`), so that no client can write them.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
@@ -19,30 +14,28 @@ use crate::{
     load::Retention,
 };
 
-/// Carries the [`Claim`], as JSON.
+/// The [`Claim`], as JSON.
 pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
-/// Carries the digest of the session that started the turn's session, as 16 hex digits. It is a
-/// header of its own because agents of earlier versions refuse a claim with an unknown member.
+/// The digest of the session that started the turn's session, as 16 hex digits. It is a header of
+/// its own because agents of earlier versions refuse a claim with an unknown member.
 pub const PARENT: HeaderName = HeaderName::from_static("x-berth-parent");
-/// Carries the router's turn id, for logs on both sides.
+/// The router's turn id, for logs on both sides.
 pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
-/// Carries the DP rank on which the turn was placed.
 pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
-/// Carries the principal of a turn's client: the name by which agents share their engines fairly.
-/// A turn without a session has it too.
+/// The principal of a turn's client: the name by which agents share their engines fairly. A turn
+/// without a session has it too.
 pub const PRINCIPAL: HeaderName = HeaderName::from_static("x-berth-principal");
-/// Carries the number of leading prompt tokens that are resident, as far as the router knows.
+/// Leading prompt tokens that are resident, as far as the router knows.
 pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
-/// Carries a router's token in clear, as routers of earlier versions prove themselves. See the
-/// agent's setting `auth.token_file`.
+/// A router's token in clear, as routers of earlier versions prove themselves. See the agent's
+/// setting `auth.token_file`.
 pub const TOKEN: HeaderName = HeaderName::from_static("x-berth-router-token");
 /// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
-/// The code of the refusal of a request that doesn't come from a router.
+/// Refuses a request that doesn't come from a router.
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
-/// The headers that only a router may send to an agent.
 pub const TRUSTED: [HeaderName; 11] = [
     CLAIM,
     PARENT,
@@ -61,26 +54,25 @@ pub const TRUSTED: [HeaderName; 11] = [
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Claim {
-    /// The client's principal, as its router authenticated it.
+    /// The router has authenticated it.
     pub principal: String,
-    /// The client's session id.
     pub id: String,
     /// How the engine should keep the session's KV, if this turn begins the session. `None`: tagged
     /// if the engine can tag KV.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retention: Option<Retention>,
-    /// Whether the body holds only new messages or tokens, which the engine appends to the
-    /// session's history.
+    /// The body holds only new messages or tokens, which the engine appends to the session's
+    /// history.
     #[serde(default, skip_serializing_if = "is_false")]
     pub delta: bool,
-    /// Whether the client asked to open the session with this turn. The session then runs one turn
-    /// at a time.
+    /// The client asked to open the session with this turn. The session then runs one turn at a
+    /// time.
     #[serde(default, skip_serializing_if = "is_false")]
     pub open: bool,
-    /// Whether the session closes after this turn, however the turn ends.
+    /// The session closes after this turn, however the turn ends.
     #[serde(default, skip_serializing_if = "is_false")]
     pub close: bool,
-    /// Milliseconds without a turn after which the session is closed. `None`: the agent's default.
+    /// Without a turn for so long, the session closes. `None`: the agent's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ms_max: Option<u64>,
     /// The session that started this one, as a sub-agent. It travels in [`PARENT`].
@@ -88,39 +80,31 @@ pub struct Claim {
     pub parent: Option<Digest>,
 }
 
-/// Why a claim header was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The header is not the JSON of a claim.
     #[error("the {CLAIM} header is not the JSON of a claim; only a router may send it")]
     Malformed(#[source] serde_json::Error),
-    /// The principal or session id is out of bounds.
     #[error("the {CLAIM} header has an invalid session id or principal")]
     Id(#[source] id::Error),
-    /// The parent header isn't a digest.
     #[error("the {PARENT} header is not a session's digest")]
     Parent,
-    /// The rank header isn't a number.
     #[error("the {RANK} header is not a DP rank")]
     Rank,
-    /// The principal header isn't a text of 1 to 128 bytes.
     #[error("the {PRINCIPAL} header is not a principal")]
     Principal,
-    /// The token count header isn't a number.
     #[error("the {RESIDENT} header is not a number of tokens")]
     Resident,
 }
 
 impl Claim {
-    /// Whether running the turn twice changes no more than running it once. A delta would be
-    /// appended twice, and what opens or closes a session has changed it.
+    /// A delta would be appended twice, and what opens or closes a session has changed it.
     #[must_use]
     pub fn is_idempotent(&self) -> bool {
         !(self.delta || self.open || self.close)
     }
 
-    /// Returns the claim of a plain turn of the session: a full history, and no wish to open or
-    /// close the session or to choose its retention.
+    /// The turn has a full history, and no wish to open or close the session or to choose its
+    /// retention.
     #[must_use]
     pub fn for_session(key: &SessionKey) -> Self {
         Self {
@@ -135,15 +119,10 @@ impl Claim {
         }
     }
 
-    /// Returns the session's key.
-    ///
-    /// # Errors
-    /// When the principal or the id is out of bounds.
     pub fn key(&self) -> Result<SessionKey, id::Error> {
         SessionKey::new(self.principal.clone(), self.id.clone())
     }
 
-    /// Writes the claim into a request's headers.
     pub fn write_to(&self, headers: &mut HeaderMap) {
         headers.insert(CLAIM, self.to_header());
         if let Some(parent) = self.parent {
@@ -152,8 +131,7 @@ impl Claim {
         }
     }
 
-    /// Returns the value of the [`CLAIM`] header. Every valid id fits in a header, because JSON
-    /// escapes control characters.
+    /// Every valid id fits in a header, because JSON escapes control characters.
     fn to_header(&self) -> HeaderValue {
         let text = serde_json::to_vec(self).expect("a struct of strings and numbers serialises");
         // JSON leaves U+007F unescaped, but a header must not contain it.
@@ -164,10 +142,7 @@ impl Claim {
         HeaderValue::from_bytes(&escaped).expect("JSON without bare control characters is legal")
     }
 
-    /// Reads the claim and its session key from a request's headers; `None` if there is no claim.
-    ///
-    /// # Errors
-    /// When the header is there but isn't a valid claim.
+    /// `None` if there is no claim.
     pub fn from_headers(headers: &HeaderMap) -> Result<Option<(Self, SessionKey)>, Error> {
         let Some(value) = headers.get(CLAIM) else { return Ok(None) };
         let mut claim: Self = serde_json::from_slice(value.as_bytes()).map_err(Error::Malformed)?;
@@ -177,25 +152,18 @@ impl Claim {
     }
 }
 
-/// Returns the session that started the turn's session, if the header is present.
 fn parent(headers: &HeaderMap) -> Result<Option<Digest>, Error> {
     let Some(value) = headers.get(PARENT) else { return Ok(None) };
     value.to_str().ok().and_then(Digest::parse).map(Some).ok_or(Error::Parent)
 }
 
-/// Returns the DP rank on which the router placed the turn, if the header is present.
-///
-/// # Errors
-/// When the header isn't a number.
+/// `None` if the header is absent.
 pub fn rank(headers: &HeaderMap) -> Result<Option<u32>, Error> {
     let Some(value) = headers.get(RANK) else { return Ok(None) };
     value.to_str().ok().and_then(|text| text.parse().ok()).map(Some).ok_or(Error::Rank)
 }
 
-/// Returns the principal of the turn's client; [`id::ANONYMOUS`] if the router named none.
-///
-/// # Errors
-/// When the header isn't a principal.
+/// [`id::ANONYMOUS`] if the router named no principal.
 pub fn principal(headers: &HeaderMap) -> Result<String, Error> {
     let Some(value) = headers.get(PRINCIPAL) else { return Ok(id::ANONYMOUS.to_owned()) };
     let text = std::str::from_utf8(value.as_bytes()).map_err(|_| Error::Principal)?;
@@ -203,10 +171,7 @@ pub fn principal(headers: &HeaderMap) -> Result<String, Error> {
     if is_valid { Ok(text.to_owned()) } else { Err(Error::Principal) }
 }
 
-/// Returns how many tokens of the prompt the router knows to be resident; 0 if it sent no count.
-///
-/// # Errors
-/// When the header isn't a number.
+/// 0 if the router sent no count.
 pub fn resident_tokens(headers: &HeaderMap) -> Result<u64, Error> {
     let Some(value) = headers.get(RESIDENT) else { return Ok(0) };
     value.to_str().ok().and_then(|text| text.parse().ok()).ok_or(Error::Resident)

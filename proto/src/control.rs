@@ -1,52 +1,39 @@
 //! The engine's control routes that router and agent serve to operators and trainers.
 //!
-//! A trainer pauses an engine, replaces its weights and lets it go on. The router sends such a call
-//! to the agents named, and each agent sends it to its engine. The agent must know what the call
-//! does to the engine's KV and weights: the route's [`Effect`].
-//!
-//! The router proves with the header [`ADMIN`] that its caller is an admin. This module only lists
-//! the routes.
+//! A trainer pauses an engine, replaces its weights and lets it go on. The agent must know what
+//! each call does to the engine's KV and weights: the route's [`Effect`].
 
 use http::{HeaderName, Method};
 
-/// Marks a request of an admin to an agent. Only a router may send it.
+/// Marks a request of an admin. Only a router may send it.
 pub const ADMIN: HeaderName = HeaderName::from_static("x-berth-admin");
 
-/// One control route of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ControlRoute {
-    /// The path, the same at the engine, the agent and the router.
+    /// Engine, agent and router have the same.
     pub path: &'static str,
-    /// Whether the route takes GET too. Every route takes POST.
+    /// Every route takes POST.
     pub takes_get: bool,
-    /// What the call does to the engine.
     pub effect: Effect,
 }
 
-/// What a control call does to the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing that concerns turns.
+    /// Changes nothing that concerns turns.
     Nothing,
     /// Frees all KV, if no request runs.
     Flush,
-    /// Stops the engine from running requests.
     Pause,
-    /// Lets a paused engine go on.
     Continue,
     /// Makes the weights ready to be replaced, and unfit for turns.
     BeginUpdate,
     /// Makes replaced weights fit for turns.
     EndUpdate,
-    /// Replaces weights.
     Update,
-    /// Gives the weights another label.
     Label,
     /// Gives the device's memory back to the system. The engine dies if a request runs.
     ReleaseMemory,
-    /// Takes the device's memory again.
     ResumeMemory,
-    /// Loads or unloads an adapter.
     Adapters,
 }
 
@@ -54,7 +41,6 @@ const fn route(path: &'static str, takes_get: bool, effect: Effect) -> ControlRo
     ControlRoute { path, takes_get, effect }
 }
 
-/// All control routes.
 pub const CONTROL_ROUTES: [ControlRoute; 19] = [
     route("/flush_cache", true, Effect::Flush),
     route("/pause_generation", false, Effect::Pause),
@@ -78,13 +64,11 @@ pub const CONTROL_ROUTES: [ControlRoute; 19] = [
 ];
 
 impl ControlRoute {
-    /// Returns the route of a path, if it is one.
     #[must_use]
     pub fn for_path(path: &str) -> Option<Self> {
         CONTROL_ROUTES.into_iter().find(|route| route.path == path)
     }
 
-    /// Whether the route takes requests with this method.
     #[must_use]
     pub fn takes(&self, method: &Method) -> bool {
         method == Method::POST || (self.takes_get && method == Method::GET)

@@ -1,33 +1,23 @@
 //! Bounds the counts that other processes report, so that no sum or product of them overflows.
 //!
 //! An overflow panics, and would end the process. So each count from outside is bounded where it is
-//! read: in an engine's answer, in a message of the shim, in a file. The rest of the code relies on
-//! that, and adds such counts unchecked.
+//! read. The rest of the code relies on that, and adds such counts unchecked.
 
 use serde::{Deserialize, Deserializer};
 
-/// The greatest count that is read: a million times the tokens of the longest contexts, and more
-/// than the bytes of any device's memory. A sum of eight million such counts fits a `u64`.
+/// A million times the tokens of the longest contexts, and more than the bytes of any device's
+/// memory. A sum of eight million such counts fits a `u64`.
 pub const COUNT_MAX: u64 = 1 << 40;
 
-/// Returns the count, or [`COUNT_MAX`] if it is greater.
 #[must_use]
 pub const fn bounded(count: u64) -> u64 {
     if count > COUNT_MAX { COUNT_MAX } else { count }
 }
 
-/// Reads a count that is bounded by [`COUNT_MAX`], for `deserialize_with`.
-///
-/// # Errors
-/// When there is no such number.
 pub fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     u64::deserialize(deserializer).map(bounded)
 }
 
-/// Reads a count that may be absent, for `deserialize_with`.
-///
-/// # Errors
-/// As for [`read`].
 pub fn read_option<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     Option::deserialize(deserializer).map(|count: Option<u64>| count.map(bounded))
 }

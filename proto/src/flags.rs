@@ -1,24 +1,20 @@
 //! Reads true and false in a request's body as the engine reads them.
 //!
-//! SGLang's routes have models of pydantic, which takes more than `true` and `false` for a flag.
 //! Where Berth decides by a flag, it must read the same: else a turn runs in another way than Berth
-//! counts on. The router, the agent and the simulated engine read flags here. Pure.
+//! counts on. SGLang's models of pydantic take more than `true` and `false`.
 
 use serde_json::value::RawValue;
 
-/// What pydantic's lax mode takes for true and for false besides the constants, in lower case.
+/// What pydantic's lax mode takes besides the constants, in lower case.
 const TRUE: [&str; 6] = ["1", "on", "t", "true", "y", "yes"];
 const FALSE: [&str; 6] = ["0", "off", "f", "false", "n", "no"];
 
-/// A value that is no flag. The engine refuses it.
+/// The engine refuses such a value, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("it is neither true nor false")]
 pub struct NotAFlag;
 
-/// Reads a member that is a flag. An absent one and `null` are false.
-///
-/// # Errors
-/// If the engine can't read it as a flag either.
+/// An absent member and `null` are false.
 pub fn read_flag(value: Option<&RawValue>) -> Result<bool, NotAFlag> {
     let Some(text) = value.map(RawValue::get) else { return Ok(false) };
     match text {

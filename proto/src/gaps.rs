@@ -1,7 +1,7 @@
 //! Tells how long sessions of coding agents pause between two turns, as published measurements say.
 //!
 //! An agent uses this to choose the idle session that is least likely to go on soon. A router uses
-//! it until it has seen enough of its own sessions. Pure.
+//! it until it has seen enough of its own sessions.
 
 use std::time::Duration;
 
@@ -11,14 +11,13 @@ use std::time::Duration;
 const SCALE_S: f64 = 10.0;
 const POWER: f64 = -0.75;
 
-/// Returns the share of pauses that are longer than this one, of those that end with a turn.
+/// Counts pauses that end with a turn.
 #[must_use]
 pub fn longer_share(pause: Duration) -> f64 {
     (1.0 + pause.as_secs_f64() / SCALE_S).powf(POWER)
 }
 
-/// Returns the chance, in thousandths, that a session which pauses for `pause` already goes on
-/// within `time`, if it goes on at all.
+/// Returns thousandths, for a session that has paused for `pause` already, and goes on at all.
 #[must_use]
 #[expect(
     clippy::cast_possible_truncation,

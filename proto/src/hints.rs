@@ -1,39 +1,33 @@
 //! The header by which a router tells an agent what a turn's client hinted at.
 //!
-//! A turn is one request and its answer. A hint may change where and when a turn runs, never what
-//! it answers. The router reads hints from names that clients send by themselves and from members
-//! of bodies, bounds them by the caller's key, and sends them in one header. The router's
-//! `turn/proxy.rs` writes the header, and the agent's `data_port/turn.rs` reads it. An agent
-//! ignores hints that it doesn't know, so that routers and agents of two versions work together.
-//!
-//! This module only converts between the header and the value. Only a router may send the header
-//! ([`crate::claim::TRUSTED`]).
+//! A hint may change where and when a turn runs, never what it answers. Only a router may send the
+//! header ([`crate::claim::TRUSTED`]), and it bounds hints by the caller's key. An agent ignores
+//! hints that it doesn't know, so that routers and agents of two versions work together.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
 
-/// Carries the [`TurnHints`], as JSON.
+/// The [`TurnHints`], as JSON.
 pub const HINTS: HeaderName = HeaderName::from_static("x-berth-hints");
 
-/// What the client of a turn hinted at.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TurnHints {
-    /// Whether the client only hinted at the turn's session, by a name that it sends with every
-    /// request. If the session can't take the turn, the turn runs without it, unless a client
-    /// opened the session.
+    /// The client only hinted at the turn's session, by a name that it sends with every request. If
+    /// the session can't take the turn, the turn runs without it, unless a client opened the
+    /// session.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub session: bool,
-    /// The turn's priority, of which more is more urgent, for a body that states none.
+    /// A greater number is more urgent. A priority in the body counts before it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub priority: Option<i64>,
-    /// The number of tokens that the client expects of the answer.
+    /// The client expects so many.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub answer_tokens: Option<u64>,
 }
 
 impl TurnHints {
-    /// Returns the value of the [`HINTS`] header; `None` if there are no hints.
+    /// `None` if there are no hints.
     #[must_use]
     pub fn to_header(self) -> Option<HeaderValue> {
         if self == Self::default() {
@@ -43,7 +37,7 @@ impl TurnHints {
         Some(HeaderValue::from_str(&text).expect("JSON of numbers is ASCII"))
     }
 
-    /// Reads the hints from a request's headers. A header that can't be read has no hints.
+    /// A header that can't be read has no hints.
     #[must_use]
     pub fn from_headers(headers: &HeaderMap) -> Self {
         let value = headers.get(HINTS).map(HeaderValue::as_bytes);

@@ -1,41 +1,34 @@
 //! The messages by which an agent tells routers which blocks of KV are resident in its engine.
 //!
-//! A *block* is a routing block: tokens of a prompt, named by a hash (see [`crate::block`]). A
-//! block is *resident* while its KV is in the engine's GPU or host memory. The agent's `kv_events`
-//! makes these messages from its engine's KV events, and the router's `residency` applies them to
-//! an index. For each rank, the agent first sends a snapshot and then changes. Conversion from the
-//! wire rejects invalid messages. It doesn't check that a change fits the changes before it.
+//! A block ([`crate::block`]) is *resident* while its KV is in the engine's GPU or host memory. For
+//! each rank, the agent first sends a snapshot and then changes. Conversion from the wire rejects
+//! invalid messages. It doesn't check that a change fits the changes before it.
 
 use crate::{
     block::{BlockHash, BlockTokens, Tier},
     v1,
 };
 
-/// Why a message is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A field that every message of this kind has is absent or empty.
     #[error("a KV change has no {0}; run agent and router of the same version")]
     Missing(&'static str),
-    /// No block size has this number of tokens.
     #[error("a KV block has {0} tokens; run agent and router of the same version")]
     BlockTokens(u32),
 }
 
-/// A change of the resident blocks of one data-parallel rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankChange {
-    /// The rank whose blocks changed.
     pub dp_rank: u32,
-    /// The change.
     pub change: Change,
 }
 
 /// A change of resident blocks, or a mark in the stream of changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Forget all earlier changes. A snapshot of all resident blocks follows as
-    /// [`Change::Stored`], until [`Change::Complete`].
+    /// Forget all earlier changes. A snapshot of all resident blocks follows as [`Change::Stored`],
+    /// until [`Change::Complete`].
     Reset {
         /// Tokens per block.
         block_tokens: BlockTokens,
@@ -43,31 +36,28 @@ pub enum Change {
     /// Forget all earlier changes. The agent doesn't know the resident blocks, and sends no change
     /// until the next [`Change::Reset`].
     Unknown {
-        /// The reason, for an operator.
+        /// An operator reads it.
         why: String,
     },
-    /// Blocks became resident. In their prompt, each block follows the one before it in `blocks`.
+    /// In their prompt, each block follows the one before it in `blocks`.
     Stored {
-        /// The memory that holds the blocks.
         tier: Tier,
         /// The block before `blocks`; `None` at the beginning of a prompt.
         parent: Option<BlockHash>,
-        /// The blocks, at least one.
+        /// Has at least one.
         blocks: Vec<BlockHash>,
     },
-    /// Blocks are no longer resident.
     Removed {
-        /// The memory that held the blocks.
         tier: Tier,
-        /// The blocks, at least one.
+        /// Has at least one.
         blocks: Vec<BlockHash>,
     },
-    /// The snapshot that began with [`Change::Reset`] is complete. What follows are changes.
+    /// The snapshot that began with [`Change::Reset`] is complete.
     Complete,
 }
 
 impl Change {
-    /// Returns an upper bound of the change's size on the wire, in bytes.
+    /// The true size is at most this.
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
         // An upper bound of all bytes besides the blocks or the text.

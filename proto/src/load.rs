@@ -1,16 +1,7 @@
 //! The types in which an agent reports its engine, its sessions and its load to routers.
 //!
-//! A *worker* is one data-parallel (DP) rank of the agent's engine. A *session* is an ordered list
-//! of turns that share a growing prefix; a *turn* is one request and its answer. A *request row* is
-//! a slot of the engine for one running request or one pinned session.
-//!
-//! The agent's `owner` and `ledger` fill these types, and `control_port` sends them. The router's
-//! `fleet` receives them for placement, and `http` shows them to operators as JSON. This module
-//! measures nothing. The child `figure` has numbers with their
-//! source and age, `bounds` says how much an agent may report, `pages` has the result
-//! of a page audit, `weights` names an engine's weights, `parts` has parts of a description, and
-//! `transfer` says how an engine hands over KV. The child `wire` converts from and to the wire
-//! format and rejects impossible values, so the router doesn't check again.
+//! A *request row* is a slot of the engine for one running request or one pinned session.
+//! Conversion from the wire (`wire`) rejects impossible values, so the router doesn't check again.
 
 mod bounds;
 mod figure;
@@ -34,7 +25,6 @@ pub use self::{
 };
 use crate::id::{self, Digest, SessionKey};
 
-/// How an engine keeps a session's KV between turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Retention {
@@ -47,15 +37,14 @@ pub enum Retention {
     Pinned,
 }
 
-/// Lifecycle state of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SessionState {
     /// The agent has asked the engine to open the session.
     Opening,
-    /// Open, no turn inside the engine.
+    /// No turn is inside the engine.
     Idle,
-    /// Open, at least one turn inside the engine.
+    /// At least one turn is inside the engine.
     Running,
     /// The session closes when its running turn has ended.
     Closing,
@@ -75,155 +64,130 @@ pub struct Device {
     pub name: String,
     /// Index in the agent's NVML. A MIG slice has the index of its GPU.
     pub index: Option<u32>,
-    /// PCI address such as `00000000:1B:00.0`. A MIG slice has the address of its GPU.
+    /// Such as `00000000:1B:00.0`. A MIG slice has the address of its GPU.
     pub pci_address: Option<String>,
-    /// UUID of the GPU to which this MIG slice belongs; absent for a whole GPU.
+    /// The GPU to which this MIG slice belongs; absent for a whole GPU.
     pub parent_uuid: Option<String>,
-    /// The NUMA node of host memory nearest to the device.
+    /// The node that is nearest to the device.
     pub numa_node: Option<u32>,
-    /// Device memory, bytes.
     pub memory_total_bytes: Option<u64>,
-    /// Device memory used by all processes, bytes.
+    /// Counts the memory of all processes.
     pub memory_used_bytes: Option<u64>,
-    /// Device memory reserved by the driver and not counted as used, bytes.
+    /// Memory that the driver reserves and NVML doesn't count as used.
     pub memory_reserved_bytes: Option<u64>,
     /// Share of the last sample period in which a kernel ran, 0..=100.
     pub utilization_percent: Option<u32>,
     /// Share of the last sample period in which device memory was read or written, 0..=100.
     pub memory_utilization_percent: Option<u32>,
-    /// Temperature of the GPU chip.
     pub temperature_celsius: Option<u32>,
-    /// Power draw of the GPU board.
     pub power_milliwatts: Option<u32>,
-    /// Device memory of the engine's processes, bytes.
+    /// Memory of the engine's processes.
     pub engine_bytes: Option<Figure>,
-    /// Size of the rank's KV pool on this device, bytes.
     pub kv_pool_bytes: Option<Figure>,
-    /// The part of the pool that is not free, bytes. Includes cached KV.
+    /// Includes cached KV.
     pub kv_used_bytes: Option<Figure>,
-    /// The part of the pool held by pinned sessions, bytes. Only closing or demoting them frees it.
+    /// KV of pinned sessions. Only closing or demoting them frees it.
     pub kv_pinned_bytes: Option<Figure>,
-    /// The part of the pool that eviction can free, bytes.
+    /// KV that eviction can free.
     pub kv_reclaimable_bytes: Option<Figure>,
-    /// Why work on the device fails or can't be trusted; absent if the device is healthy.
+    /// Absent if the device is healthy.
     pub unhealthy: Option<String>,
-    /// Milliseconds between NVML's readings and the sending of this message.
+    /// The time between NVML's readings and the sending of this message.
     pub age_ms: Option<u32>,
 }
 
-/// Facts about the engine that don't change until it restarts, except its adapters.
+/// Only the adapters change until the engine restarts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct EngineFacts {
-    /// SGLang's version, as the engine reports it.
     pub version: String,
-    /// Names under which the model is served; never empty.
+    /// Never empty.
     pub models: Vec<String>,
-    /// Tokens per page of the KV pool.
     pub page_tokens: u32,
-    /// Maximum of prompt plus answer, tokens.
+    /// Bounds prompt and answer together.
     pub context_tokens: u32,
-    /// Largest token id plus one, if known.
+    /// The largest token id plus one.
     pub vocabulary: Option<u32>,
-    /// Whether the engine runs with streaming sessions, which pinned sessions need.
+    /// Pinned sessions need streaming sessions.
     pub streaming_sessions: bool,
-    /// Whether the engine runs with a session radix cache, which tagged sessions need.
+    /// Tagged sessions need a session radix cache.
     pub radix_sessions: bool,
-    /// Identity of the engine process. It changes with every restart.
+    /// Changes with every restart of the engine.
     pub instance: String,
-    /// Disaggregation mode: `null`, `prefill` or `decode`.
+    /// `null`, `prefill` or `decode`.
     pub disaggregation: String,
-    /// Whether the engine cuts prompts that are longer than its context, instead of refusing them.
+    /// The engine cuts prompts that are longer than its context, instead of refusing them.
     pub shortens_prompts: bool,
-    /// Names of the LoRA adapters that are loaded, in order. `None` if the agent doesn't read them.
-    /// They may change while the engine runs.
+    /// The LoRA adapters that are loaded now, in order. `None` if the agent doesn't read them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Vec<String>>,
-    /// How the engine hands over KV. `None` if it runs whole turns, or if the agent doesn't say.
+    /// `None` if the engine runs whole turns, or if the agent doesn't say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub transfer: Option<KvTransfer>,
 }
 
-/// The fixed sizes of one DP rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rank {
-    /// The data-parallel rank.
     pub dp_rank: u32,
-    /// Size of the rank's KV pool, tokens.
     pub pool_tokens: u64,
-    /// Number of request rows: the most turns and pinned sessions that can exist at once.
+    /// The most turns and pinned sessions that can exist at once.
     pub rows: u32,
-    /// Devices that the rank runs on.
     pub devices: Vec<Device>,
 }
 
 /// What an agent and its engine are. Its many fields: one for each fact that routers ask for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Description {
-    /// The agent's name, unique in the fleet.
+    /// Is unique in the fleet.
     pub agent_id: String,
-    /// Start time of the agent process, in unix nanoseconds; identifies the process.
+    /// When the agent started, in unix nanoseconds; identifies the process.
     pub epoch: u64,
-    /// TCP port that takes turns.
     pub data_port: u16,
-    /// Host and port under which routers reach the data port. `None`: `data_port`, on the host of
-    /// the control port.
+    /// Host and port for routers. `None`: `data_port`, on the host of the control port.
     pub data_address: Option<String>,
-    /// URL under which routers reach the control port. `None`: as they dialled it.
+    /// The URL for routers. `None`: as they dialled it.
     pub control_url: Option<String>,
-    /// Whether the data port speaks TLS.
     pub data_tls: bool,
-    /// The engine next to the agent.
     pub engine: EngineFacts,
-    /// The DP ranks in order; never empty.
+    /// In order; never empty.
     pub ranks: Vec<Rank>,
-    /// Retentions that the engine can keep safely, best first. They may change while it runs.
+    /// The engine can keep these safely. The best is first. They may change while it runs.
     pub retentions: Vec<Retention>,
-    /// The other retentions, and why each is not offered.
     pub retentions_off: Vec<RetentionOff>,
-    /// How many turns of one exclusive session may wait for its running turn. See
-    /// [`Session::exclusive`].
+    /// Turns of one exclusive session that may wait for its running turn ([`Session::exclusive`]).
     pub turns_queued_per_session_max: u32,
-    /// Hash and size of the model's tokenizer and chat template files; absent if the agent can't
-    /// read the model's folder.
+    /// Absent if the agent can't read the model's folder.
     pub model_files: Option<ModelFiles>,
     /// SGLang versions on which the agent trims full histories of pinned sessions, including the
     /// engine's own version. Trimming means that the engine gets only the part of a history that
-    /// its session doesn't hold. Empty: the agent doesn't trim. It is `trims` on the wire.
+    /// its session doesn't hold. Empty: the agent doesn't trim.
     #[serde(rename = "trims")]
     pub trim_sglang_versions: Vec<String>,
-    /// The functions that are off on the shim of some rank, or on the only trimmer.
+    /// Functions that are off on the shim of some rank, or on the only trimmer.
     pub shim_functions_off: Vec<FunctionOff>,
 }
 
 /// A session, as its agent knows it. Its many fields: one for each fact of the report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Session {
-    /// The session's identity.
     pub key: SessionKey,
-    /// How the engine keeps the session's KV.
     pub retention: Retention,
-    /// Lifecycle state.
     pub state: SessionState,
-    /// The DP rank that holds the session's KV.
     pub dp_rank: u32,
-    /// Number of finished turns.
+    /// Counts finished turns.
     pub turns: u64,
-    /// Number of turns inside the engine.
+    /// Counts turns inside the engine.
     pub turns_running: u32,
-    /// Whether the session runs at most one turn at a time.
+    /// The session runs at most one turn at a time.
     pub exclusive: bool,
-    /// Tokens of the session's KV on its worker.
     pub resident_tokens: Option<Figure>,
     /// Time since the end of the session's last turn.
     pub idle: Duration,
-    /// Whether the client sends the full history with each turn. The session can then continue on
-    /// any worker. It is `whole_history` on the wire.
+    /// The client sends the full history with each turn, so the session can continue on any worker.
+    /// It is `whole_history` on the wire.
     pub full_history: bool,
-    /// A text early in the session's prompts that differs from turn to turn; `None` if there is no
-    /// such text.
     pub volatile_prefix: Option<VolatilePrefix>,
-    /// When the session began, in unix milliseconds by its agent's clock. 0 if the agent doesn't
-    /// say. All routers read the same number, so they agree on which of two sessions is older.
+    /// In unix milliseconds by its agent's clock; 0 if the agent doesn't say. All routers read the
+    /// same number, so they agree on which of two sessions is older.
     pub began_unix_ms: u64,
     /// The session that started this one, as a sub-agent. `None` if no turn has named one.
     pub parent: Option<Digest>,
@@ -233,19 +197,17 @@ pub struct Session {
 /// everything after that text again in each turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct VolatilePrefix {
-    /// Number of prompt tokens before the text; `None` if no shim compared the prompts.
+    /// Counts prompt tokens before the text; `None` if no shim compared the prompts.
     pub token_index: Option<u64>,
-    /// The text's place in the request body; `None` if the prompt is a single text.
+    /// `None` if the prompt is a single text.
     #[serde(flatten)]
     pub place: Option<PromptPlace>,
-    /// The number of turns in which the text differed from the previous turn's.
+    /// Counts the turns in which the text differed from the previous turn's.
     pub turns: u64,
 }
 
-/// A place in a request body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct PromptPlace {
-    /// The part of the body.
     pub role: PromptRole,
     /// Index in the list of messages or input items; 0 for parts beside that list.
     pub message: u32,
@@ -253,23 +215,16 @@ pub struct PromptPlace {
     pub block: u32,
 }
 
-/// The part of a request body that holds a text of the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PromptRole {
     /// A system message, or a `system` beside the messages.
     System,
-    /// A developer message.
     Developer,
-    /// A user message.
     User,
-    /// An assistant message.
     Assistant,
-    /// A tool message.
     Tool,
-    /// The member `instructions`.
     Instructions,
-    /// The member `tools`.
     Tools,
     /// A message of any other role, or of none.
     Other,
@@ -278,115 +233,92 @@ pub enum PromptRole {
 /// The load of one rank. Its many fields: one for each field of the wire format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RankLoad {
-    /// The data-parallel rank.
     pub dp_rank: u32,
     /// Turns that the agent has admitted and the engine has not ended.
     pub turns_running: u32,
     /// The most turns that may be inside the engine at once.
     pub turns_running_max: u32,
-    /// Requests in the engine's running batch.
     pub requests_running: Option<Figure>,
-    /// Requests in the engine's waiting queue.
     pub requests_waiting: Option<Figure>,
-    /// KV that eviction can't free, tokens.
+    /// KV that eviction can't free.
     pub pool_used_tokens: Option<Figure>,
-    /// Size of the pool, tokens.
     pub pool_total_tokens: Option<Figure>,
-    /// KV held by pinned sessions, tokens. Only closing or demoting the sessions frees it.
+    /// Only closing or demoting the sessions frees it.
     pub pinned_tokens: Option<Figure>,
-    /// Upper bound of the KV of tagged sessions, tokens.
+    /// An upper bound for tagged sessions.
     pub resident_tokens_estimate: Option<Figure>,
-    /// Request rows held by pinned sessions.
     pub rows_held: Option<Figure>,
-    /// Request rows in total.
     pub rows_total: Option<Figure>,
-    /// Sessions open on the rank.
     pub sessions: u32,
-    /// The rank's devices with their readings.
     pub devices: Vec<Device>,
-    /// Turns that wait in the agent until the engine has room.
+    /// These turns wait in the agent until the engine has room.
     pub turns_queued: u32,
-    /// Free KV, tokens.
     pub pool_available_tokens: Option<Figure>,
-    /// Cached KV that eviction can free, tokens.
+    /// Cached KV that eviction can free.
     pub pool_evictable_tokens: Option<Figure>,
     /// The part of `pinned_tokens` held by engine sessions that this agent didn't open.
     pub foreign_tokens: Option<Figure>,
-    /// The newest page audit: how many pages each kind of owner has, and the faults.
     pub pages: Option<PageAudit>,
-    /// Prompt tokens per second that the engine computes while it does nothing else, as measured.
+    /// Measured while the engine does nothing else.
     pub prefill_tokens_per_s: Option<Figure>,
-    /// Prompt tokens of admitted turns that are not computed yet, without tokens known to be
-    /// cached.
+    /// Prompts of admitted turns, without tokens known to be cached.
     pub prefill_backlog_tokens: Option<Figure>,
-    /// The queue of staged prefills; absent if the agent doesn't stage prompts.
+    /// Absent if the agent doesn't stage prompts.
     pub staged_prefill: Option<StagedPrefill>,
 }
 
-/// The prompts that wait in staged prefill: long prompts that the engine computes in stages before
-/// their turns, with shorter prompts between the stages.
+/// The queue of long prompts that the engine computes in stages before their turns.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct StagedPrefill {
     /// Tokens of all waiting prompts that are neither computed nor in the engine.
     pub tokens: u64,
-    /// Number of waiting prompts.
     pub prompts: u32,
-    /// Tokens per stage, at the engine's measured rate.
+    /// Depends on the engine's measured rate.
     pub stage_tokens: u64,
 }
 
-/// One load report of an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LoadReport {
     /// The next report arrives within this time.
     #[serde(skip)]
     pub interval: Duration,
-    /// Load of each DP rank, in order; never empty.
+    /// In order; never empty.
     pub ranks: Vec<RankLoad>,
-    /// Why the engine can't take turns, or which device fails; absent if the engine is healthy.
+    /// Why the engine can't take turns, or which device fails.
     pub unhealthy: Option<String>,
-    /// Whether the agent drains: it takes no new sessions and finishes running turns.
+    /// The agent takes no new sessions and finishes running turns.
     pub draining: bool,
-    /// Why the engine holds resources that only its restart frees; absent if no restart is needed.
+    /// Why the engine holds resources that only its restart frees.
     pub restart_required: Option<String>,
-    /// Why the engine runs no turns by its operator's wish, such as a pause; absent if it runs
-    /// them. Turns wait in the agent.
+    /// Why the engine runs no turns by its operator's wish, such as a pause. Turns wait in the
+    /// agent.
     pub held: Option<String>,
-    /// The engine's weights.
     pub weights: Weights,
 }
 
-/// Why a message from an agent was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A required field is absent.
     #[error("{0} is missing")]
     Missing(&'static str),
-    /// An address that isn't one.
     #[error("{field} is {value:?}, which is no address; set the agent's advertise.host to a host")]
     Address {
-        /// The field's name.
         field: &'static str,
         /// The field's value.
         value: String,
     },
-    /// A value that no worker can have.
     #[error("{field} is {value}, which is impossible")]
     Impossible {
-        /// The field's name.
         field: &'static str,
         /// The field's value.
         value: u64,
     },
-    /// An enum value that is unspecified or unknown to this build.
+    /// The value is unspecified, or unknown to this build.
     #[error("{field} has the unknown value {value}")]
     Unknown {
-        /// The field's name.
         field: &'static str,
         /// The field's value.
         value: i32,
     },
-    /// The identifiers of a session are out of bounds.
     #[error("a session has an invalid key")]
     Id(#[from] id::Error),
 }
@@ -409,7 +341,7 @@ impl EngineFacts {
         }
     }
 
-    /// Returns the names of all that the engine serves: its models, then its adapters.
+    /// The models are first, then the adapters.
     pub fn served_names(&self) -> impl Iterator<Item = &str> {
         let adapters = self.adapters.iter().flatten();
         self.models.iter().chain(adapters).map(String::as_str)
@@ -417,7 +349,7 @@ impl EngineFacts {
 }
 
 impl Retention {
-    /// Returns the engine's flag without which no session can have this retention.
+    /// Without this engine flag, no session can have the retention.
     #[must_use]
     pub fn engine_flag(self) -> Option<&'static str> {
         match self {
@@ -427,7 +359,7 @@ impl Retention {
         }
     }
 
-    /// Returns the name used in JSON, headers and metrics.
+    /// JSON, headers and metrics have this name.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -439,7 +371,7 @@ impl Retention {
 }
 
 impl SessionState {
-    /// Returns the name used in JSON and metrics.
+    /// JSON and metrics have this name.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -454,7 +386,7 @@ impl SessionState {
 }
 
 impl PromptRole {
-    /// Returns the name used in JSON and metrics.
+    /// JSON and metrics have this name.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,51 +1,42 @@
 //! Names, size limits and the hash of a model's tokenizer and chat template files.
 //!
-//! Routers fetch these files from agents, so that they can make the same tokens as the engine. The
-//! agent's `engine/model_files.rs` finds and reads the files; the router's `fleet/control.rs`
-//! receives and checks them. This module does no I/O and parses no file.
+//! Routers fetch these files from agents, so that they can make the same tokens as the engine.
 
 use sha2::{Digest as _, Sha256};
 
 use crate::load::ModelFiles;
 
-/// The most bytes of all files together. Agents don't send more. The JSON of a tokenizer with
-/// 250,000 tokens has 35 MiB.
+/// Agents don't send more. The JSON of a tokenizer with 250,000 tokens has 35 MiB.
 pub const BYTES_MAX: u64 = 64 << 20;
-/// The most bytes of file data in one message.
 pub const PART_BYTES_MAX: usize = 256 << 10;
 
-/// The name under which the agent sends the chat template that the engine uses. The model may store
-/// the template in another file. Absent if the engine makes prompts from messages without a
-/// template.
+/// The chat template that the engine uses, which the model may store in another file. Absent if the
+/// engine makes prompts from messages without a template.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
-/// The name of the file with vocabulary and rules, in the format of Hugging Face's `tokenizers`.
+/// The format is of Hugging Face's `tokenizers`.
 pub const TOKENIZER: &str = "tokenizer.json";
-/// The name of the file with the special tokens and their roles.
+/// Says which tokens are special, and their roles.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// Computes the identity of a set of files: one hash over their names, sizes and contents. The
-/// caller adds the files in the order of their names.
+/// One hash over names, sizes and contents. The caller adds the files in the order of their names.
 #[derive(Debug, Clone, Default)]
 pub struct FilesHasher {
     hash: Sha256,
-    /// Size of all files begun so far.
     total_bytes: u64,
 }
 
 impl FilesHasher {
-    /// Begins a file of `bytes` bytes. The file before it must be complete.
+    /// The file before it must be complete.
     pub fn begin_file(&mut self, name: &str, bytes: u64) {
         self.hash.update(name.as_bytes());
         self.hash.update(bytes.to_le_bytes());
         self.total_bytes += bytes;
     }
 
-    /// Adds the next bytes of the current file.
     pub fn update(&mut self, bytes: &[u8]) {
         self.hash.update(bytes);
     }
 
-    /// Returns the hash and total size of all files.
     #[must_use]
     pub fn finish(self) -> ModelFiles {
         ModelFiles { hash: self.hash.finalize().into(), bytes: self.total_bytes }

@@ -1,15 +1,11 @@
 //! Placement claims: with them, routers agree on the worker of a new session. Pure.
 //!
-//! Two routers may get a session's first turns at the same moment. Each would choose a worker of
-//! its own. So a router first *claims* the worker that it has chosen, at a place that all routers
-//! ask: an agent, or a store of the operator's. The first claim holds, and the other router follows
-//! it. A claim has a time to live, because it is needed only until an agent reports the session.
+//! Two routers may get a session's first turns at the same moment. So a router first *claims* the
+//! worker that it has chosen, at a place that all routers ask. The first claim holds. It has a time
+//! to live, because it is needed only until an agent reports the session.
 //!
-//! Each claim has a *generation*. Only a router that knows the newest generation can replace the
-//! claim, to move the session, or renew it. So a router that was slow can't undo what others did.
-//!
-//! [`ClaimTable`] holds claims in memory. The agents' control ports serve one, and the router has
-//! one where it is the only router. The router sends claims, and knows the other places.
+//! Only a router that knows a claim's newest *generation* can replace or renew it. So a router that
+//! was slow can't undo what others did.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -23,22 +19,20 @@ use crate::{
     v1,
 };
 
-/// The most claims in a table. Claims live for half a minute after a first turn, so this is enough
-/// for 1,000 new sessions a second. A claim takes about 200 bytes, so a full table takes 7 MB.
+/// Claims live for half a minute after a first turn, so this is enough for 1,000 new sessions a
+/// second. A claim takes about 200 bytes, so a full table takes 7 MB.
 pub const CLAIMS_MAX: usize = 32_768;
 
-/// The longest time for which a claim lives without being renewed.
+/// How long a claim lives at most without being renewed.
 pub const TTL_MAX: Duration = Duration::from_secs(3600);
 
-/// The bytes of a claim's key that are of the session's principal.
 const PRINCIPAL_BYTES: usize = 4;
 
-/// Longest id of an agent in a claim, in bytes.
 const AGENT_ID_BYTES_MAX: usize = 128;
 
-/// Identifies a session among claims. It is a hash, so the client's id doesn't leave the router,
-/// and no client can choose an id that is taken for another one. Its first bytes are the same for
-/// all sessions of a principal, so that a table can share its places among principals.
+/// A hash, so the client's id doesn't leave the router, and no client can choose an id that is
+/// taken for another one. Its first bytes are the same for all sessions of a principal, so that a
+/// table can share its places among principals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClaimKey(pub [u8; 16]);
 
@@ -58,60 +52,46 @@ impl From<&SessionKey> for ClaimKey {
 }
 
 impl ClaimKey {
-    /// Returns what is the same for all sessions of the principal.
     fn principal(self) -> PrincipalHash {
         *self.0.first_chunk().expect("a key is longer")
     }
 }
 
-/// The first bytes of a [`ClaimKey`]. Two principals that have the same share their places.
+/// Two principals that have the same share their places.
 type PrincipalHash = [u8; PRINCIPAL_BYTES];
 
-/// Asks for a claim: a compare-and-set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClaimRequest {
-    /// The session.
     pub key: ClaimKey,
-    /// The worker that the router has chosen.
     pub wanted: WorkerId,
-    /// The generation of the claim to replace or renew. `None` if the router knows of no claim.
+    /// Names the claim to replace or renew. `None` if the router knows of no claim.
     pub expected: Option<u64>,
-    /// How long the claim lives.
     pub ttl: Duration,
 }
 
-/// The claim that holds after a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementClaim {
-    /// The worker of the session.
     pub worker: WorkerId,
-    /// The claim's generation, never 0.
+    /// Never 0.
     pub generation: u64,
     /// Whether the request made or renewed the claim. Otherwise another claim held before.
     pub is_granted: bool,
 }
 
-/// Why a request or an answer was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The table holds as many claims as it may.
     #[error("{0} claims are held, which is the most; ask another agent")]
     Full(usize),
-    /// The key has another length.
     #[error("a claim's key has 16 bytes, this one has {0}")]
     KeyLength(usize),
-    /// The id of the agent is empty or too long.
     #[error("an agent's id has 1 to {AGENT_ID_BYTES_MAX} bytes, this one has {0}")]
     AgentIdLength(usize),
-    /// The time to live is 0 or too long.
     #[error("a claim lives for 1 to 3600000 ms, not {0} ms")]
     Ttl(u32),
-    /// The answer has no generation.
     #[error("the claim has the generation 0, which no claim has")]
     NoGeneration,
 }
 
-/// One claim of a table.
 #[derive(Debug, Clone)]
 struct Held {
     worker: WorkerId,
@@ -119,22 +99,18 @@ struct Held {
     expires_at: Instant,
 }
 
-/// Claims in memory, at most [`CLAIMS_MAX`].
 #[derive(Debug)]
 pub struct ClaimTable {
     claims: HashMap<ClaimKey, Held>,
-    /// The claims in the order in which they expire.
     expiry_order: BTreeSet<(Instant, ClaimKey)>,
-    /// The same by principal. A principal without claims has no entry.
+    /// A principal without claims has no entry.
     principals: HashMap<PrincipalHash, BTreeSet<(Instant, ClaimKey)>>,
     claims_max: usize,
-    /// The generation of the newest claim.
+    /// The newest claim has it.
     last_generation: u64,
 }
 
 impl ClaimTable {
-    /// Creates an empty table for `claims_max` claims.
-    ///
     /// `epoch` identifies the process: the time of its start, unix nanoseconds. Generations count
     /// from there, so a later process gives out larger ones.
     #[must_use]
@@ -148,16 +124,11 @@ impl ClaimTable {
         }
     }
 
-    /// Makes, renews or replaces a claim, or returns the one that holds.
-    ///
     /// Without a claim, the request makes one. A request that expects the generation of the claim
     /// renews it, and replaces its worker. Any other request changes nothing.
     ///
     /// In a full table, the principal with the most claims loses the one that expires first to a
     /// principal with fewer.
-    ///
-    /// # Errors
-    /// If there is no room for a new claim.
     pub fn claim(&mut self, request: ClaimRequest, now: Instant) -> Result<PlacementClaim, Error> {
         self.drop_expired(now);
         let ClaimRequest { key, wanted, expected, ttl } = request;
@@ -189,19 +160,17 @@ impl ClaimTable {
         Ok(self.claims[&key].answer(true))
     }
 
-    /// Returns the number of claims, including those that have expired since the last request.
+    /// Counts also claims that have expired since the last request.
     #[must_use]
     pub fn len(&self) -> usize {
         self.claims.len()
     }
 
-    /// Whether there are no claims.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.claims.is_empty()
     }
 
-    /// Makes room for a new claim in a full table.
     fn make_room(&mut self, key: ClaimKey) -> Result<(), Error> {
         if self.claims.len() < self.claims_max {
             return Ok(());
@@ -240,8 +209,7 @@ impl ClaimTable {
         }
     }
 
-    /// Panics if the table contradicts itself. Reads no more than a few claims, because every
-    /// request calls this in debug builds.
+    /// Reads no more than a few claims, because every request calls this in debug builds.
     pub fn check_invariants(&self) {
         assert!(self.claims.len() <= self.claims_max, "over the bound");
         assert_eq!(self.claims.len(), self.expiry_order.len(), "claims without a place");
@@ -260,7 +228,6 @@ impl Held {
     }
 }
 
-/// Checks the id of an agent, and makes the worker's id.
 fn worker_id(agent: String, dp_rank: u32) -> Result<WorkerId, Error> {
     if agent.is_empty() || agent.len() > AGENT_ID_BYTES_MAX {
         return Err(Error::AgentIdLength(agent.len()));

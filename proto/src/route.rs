@@ -1,36 +1,23 @@
 //! The engine's routes that the agent and the router serve, with the properties of each.
 //!
-//! The agent's `data_port` and the router's `http` make their HTTP routes from [`ROUTES`]. They ask
-//! [`Kind`] how a request's body is formed: which key holds the prompt's token ids, which the
-//! request id. A *turn* is a request that runs in the engine's batch.
-//!
-//! The routes of trainers and operators are in [`control`](crate::control). The engine's other
-//! routes can't be reached through an agent. The router's own routes (sessions, workers,
-//! placements) are not here.
+//! The engine's other routes can't be reached through an agent.
 
 use http::Method;
 
-/// One route of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
-    /// The path. The engine, the agent and the router use the same path.
+    /// Engine, agent and router have the same.
     pub path: &'static str,
-    /// The kind of request that the route takes.
     pub kind: Kind,
 }
 
-/// The kinds of request, by the form of their bodies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// SGLang's own generate API.
     Generate,
-    /// OpenAI chat.
     Chat,
-    /// OpenAI completions.
     Completions,
-    /// OpenAI responses.
     Responses,
-    /// Anthropic messages.
     Messages,
     /// OpenAI embeddings and classes of an `input`. They have no session and no generated tokens.
     Embeddings,
@@ -42,19 +29,17 @@ pub enum Kind {
     Rerank,
     /// The text of a sound, which comes as a file in a form. The only body that isn't JSON.
     Transcription,
-    /// Counting tokens and converting text to them and back. The agent passes it to the engine; it
-    /// is no turn.
+    /// Counting tokens and converting text to them and back. It is no turn.
     Tokenizer,
-    /// The models, without a body. The agent passes it to the engine; it is no turn.
+    /// The models, without a body. It is no turn.
     Models,
     /// What the engine says of itself, without a body, to the router alone; it is no turn.
     Info,
 }
 
-/// SGLang's own route. The agent uses it for staged prefill too.
+/// The agent uses this route for staged prefill too.
 pub const GENERATE: Route = Route { path: "/generate", kind: Kind::Generate };
 
-/// All routes.
 pub const ROUTES: [Route; 21] = [
     GENERATE,
     Route { path: "/v1/chat/completions", kind: Kind::Chat },
@@ -80,13 +65,12 @@ pub const ROUTES: [Route; 21] = [
 ];
 
 impl Kind {
-    /// Returns the kind of the requests to `path`; `None` if no route has this path.
     #[must_use]
     pub fn for_path(path: &str) -> Option<Self> {
         ROUTES.iter().find(|route| route.path == path).map(|route| route.kind)
     }
 
-    /// Returns the HTTP methods of the route, which mean the same.
+    /// The methods mean the same.
     #[must_use]
     pub fn methods(self) -> &'static [Method] {
         match self {
@@ -96,14 +80,12 @@ impl Kind {
         }
     }
 
-    /// Whether the body is a JSON object, in which keys can be read and replaced.
     #[must_use]
     pub fn has_json_body(self) -> bool {
         !matches!(self, Self::Transcription | Self::Models | Self::Info)
     }
 
-    /// Whether the engine generates tokens. A request that generates tokens may belong to a
-    /// session, and leaves KV in the engine.
+    /// A request that generates tokens may belong to a session, and leaves KV in the engine.
     #[must_use]
     pub fn is_generation(self) -> bool {
         matches!(
@@ -125,7 +107,6 @@ impl Kind {
         matches!(self, Self::Generate | Self::Chat | Self::Completions | Self::Responses)
     }
 
-    /// Returns the body key of the turn's request id, if the route's requests have such a key.
     #[must_use]
     pub fn rid_key(self) -> Option<&'static str> {
         match self {
@@ -143,7 +124,7 @@ impl Kind {
         }
     }
 
-    /// Returns the body keys whose values may be token ids.
+    /// Values of these keys may be token ids.
     #[must_use]
     pub fn token_ids_keys(self) -> &'static [&'static str] {
         match self {

@@ -1,33 +1,24 @@
 //! The request ids that agents give their turns inside the engine, which clients see in answers.
 //!
 //! An id names its agent and the owner of its turn, so that any router can find the engine that
-//! keeps a stored response, and refuse other clients: see the router's `turn/responses.rs`. Nothing
-//! is stored for that. An id has three parts, as hex digits:
-//!
-//! - a random number, so that nobody guesses an id;
-//! - a hash of the agent's id;
-//! - a hash of the turn's principal (the name of its client) together with the random number.
-//!
-//! A client can't change the third part of another client's id in its own favour: the engine has no
-//! turn under the id that this makes. This module does no I/O.
+//! keeps a stored response, and refuse other clients. Nothing is stored for that. As hex digits, an
+//! id has a random number, so that nobody guesses an id; a hash of the agent's id; and a hash of
+//! the turn's principal together with the random number. A client can't change the third part of
+//! another client's id in its own favour: the engine has no turn under the id that this makes.
 
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The beginning of the ids of the Responses API, as clients expect it.
+/// Clients of the Responses API expect it.
 pub const RESPONSE_PREFIX: &str = "resp_";
 
-/// Hex digits of the random number.
 const RANDOM_DIGITS: usize = 32;
-/// Hex digits of the agent's hash.
 const AGENT_DIGITS: usize = 16;
-/// Hex digits of the owner's hash: 96 bits.
 const OWNER_DIGITS: usize = 24;
-/// The length of every id. The engine aborts all turns whose id begins with a given text, so no id
-/// may be the beginning of another.
+/// Every id has this length. The engine aborts all turns whose id begins with a given text, so no
+/// id may be the beginning of another.
 pub const TURN_RID_BYTES: usize = RANDOM_DIGITS + AGENT_DIGITS + OWNER_DIGITS;
 
-/// A turn's id, as read from a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TurnRid<'a> {
     random: &'a str,
@@ -36,7 +27,7 @@ pub struct TurnRid<'a> {
 }
 
 impl<'a> TurnRid<'a> {
-    /// Returns the id of a turn of `principal` at an agent. `random` must be a new random number.
+    /// `random` must be a new random number.
     #[must_use]
     pub fn compose(random: u128, agent_id: &str, principal: &str) -> String {
         let random = format!("{random:032x}");
@@ -45,7 +36,7 @@ impl<'a> TurnRid<'a> {
         rid
     }
 
-    /// Reads an id. Returns `None` for any text that [`Self::compose`] doesn't make.
+    /// `None` for any text that [`Self::compose`] doesn't make.
     #[must_use]
     pub fn parse(text: &'a str) -> Option<Self> {
         let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
@@ -57,19 +48,16 @@ impl<'a> TurnRid<'a> {
         Some(Self { random, agent, owner })
     }
 
-    /// Reads the id of a response: see [`RESPONSE_PREFIX`].
     #[must_use]
     pub fn parse_response(text: &'a str) -> Option<Self> {
         Self::parse(text.strip_prefix(RESPONSE_PREFIX)?)
     }
 
-    /// Whether the turn was the agent's.
     #[must_use]
     pub fn names_agent(&self, agent_id: &str) -> bool {
         self.agent == hash_agent(agent_id)
     }
 
-    /// Whether the turn was sent by this principal.
     #[must_use]
     pub fn is_owned_by(&self, principal: &str) -> bool {
         self.owner == hash_owner(self.random, principal)

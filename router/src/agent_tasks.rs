@@ -1,9 +1,7 @@
 //! Starts the tasks that follow each agent when it joins the fleet, and stops them when it ends.
 //!
-//! Three tasks follow an agent: one reads its load stream, one its stream of resident blocks, and
-//! one notices when it has stopped answering. The fleet's `slot_keeper` says when they start and
-//! stop. It also says when the slot of an agent that has left may go to another agent. Before that,
-//! this module removes the slot from the router's tables.
+//! The fleet's `slot_keeper` says when. A slot goes to another agent only when no table of the
+//! router refers to it any more.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -25,24 +23,20 @@ use crate::{
     turn::{liveness, shared::Shared},
 };
 
-/// Interval at which slots are looked at that something still refers to. A turn may run for
-/// minutes, and no other agent waits for the slot unless a thousand slots are in use.
+/// Something may still refer to these slots. A turn may run for minutes, and no other agent waits
+/// for the slot unless a thousand slots are in use.
 const REFERENCES_CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// Interval at which the tasks look for changes of which they were not told; there are none.
+/// There are no changes of which the tasks are not told.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(3600);
 
-/// How the tasks connect to agents.
 #[derive(Debug)]
 pub(crate) struct FollowSettings {
     /// The longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
-    /// Most sessions of an agent that the view keeps.
     pub(crate) sessions_max: usize,
-    /// What the router proves itself with.
     pub(crate) credentials: AgentCredentials,
 }
 
-/// The tasks of all agents.
 #[derive(Debug)]
 pub(crate) struct AgentTasks {
     settings: FollowSettings,
@@ -52,11 +46,10 @@ pub(crate) struct AgentTasks {
     updates: UpdateSender,
     tasks: Tasks,
     keeper: SlotKeeper,
-    /// The tasks that run, by slot.
+    /// The tasks by slot.
     running: BTreeMap<usize, RunningTasks>,
 }
 
-/// The tasks of one agent.
 #[derive(Debug)]
 struct RunningTasks {
     token: CancellationToken,
@@ -64,7 +57,6 @@ struct RunningTasks {
 }
 
 impl AgentTasks {
-    /// Creates the tasks of no agent.
     pub(crate) fn new(
         settings: FollowSettings,
         view: Arc<View>,
@@ -77,7 +69,6 @@ impl AgentTasks {
         Self { settings, view, shared, control_clients, updates, tasks, keeper, running }
     }
 
-    /// Starts and stops tasks until the router is told to stop.
     pub(crate) async fn run(mut self) {
         let token = self.tasks.token();
         tokio::select! {
@@ -110,7 +101,6 @@ impl AgentTasks {
         }
     }
 
-    /// Starts the tasks of an agent.
     async fn start(&mut self, slot: usize, control_url: &str) {
         let FollowSettings { connect_max, sessions_max, ref credentials } = self.settings;
         let running =
@@ -151,7 +141,7 @@ impl AgentTasks {
         self.tasks.spawn(running.tracker.track_future(task));
     }
 
-    /// Stops the tasks of an agent. The view task hears of their end after all their updates.
+    /// The view task hears of the end of the tasks after all their updates.
     fn stop(&mut self, slot: usize) {
         self.control_clients.remove(slot);
         let running = self.running.remove(&slot);
@@ -166,7 +156,6 @@ impl AgentTasks {
         });
     }
 
-    /// Removes a slot from all tables. If nothing is left, the slot can go to another agent.
     async fn remove_references(&mut self, slot: usize) {
         self.shared.kv_index.forget_agent(slot);
         self.shared.upstream.pulses().set_silent(slot, false);

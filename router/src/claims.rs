@@ -1,23 +1,10 @@
 //! Agrees with other routers on the worker of a session, before its first turn runs.
 //!
-//! Several routers serve one fleet, and know nothing of each other. Where sessions are, the agents
-//! report. But no agent has a session whose first turn is still under way, and two routers would
-//! choose two workers for it. So a router *claims* the worker first: at an agent, or at a store of
-//! the operator's. What a claim is, is in [`proto::placement_claim`].
-//!
-//! `turn` asks [`Claims::settle`] before a session's first turn, an open, or a move. Turns of
-//! sessions that stay where they are pay nothing. Whatever fails here, the turn goes on, at worst
-//! without a claim.
-//!
-//! - `agreement`: claims at the first two places of a fixed order that answer, so that losing one
-//!   place splits no session.
-//! - `places`: the places in their order, and how long each may take.
-//! - `store`: what a place that holds claims can do; claims in this process.
-//! - `agents`, `arbiters`: agents hold the claims.
-//! - `redis`, `etcd`: stores outside of Berth.
-//! - `connection`: keeps a connection to each.
-//! - `breaker`: a store that failed isn't asked for a while.
-//! - `metrics`: counts of all this.
+//! Several routers serve one fleet, and know nothing of each other. No agent reports a session
+//! whose first turn is still under way, so two routers would choose two workers for it. So a router
+//! *claims* the worker first ([`proto::placement_claim`]): at an agent, or at a store of the
+//! operator's. Turns of sessions that stay where they are pay nothing. Whatever fails here, the
+//! turn goes on, at worst without a claim.
 
 mod agents;
 mod agreement;
@@ -58,48 +45,40 @@ use crate::{
     fleet::{control::ControlClients, snapshot::Snapshot, view::View, worker::WorkerRef},
 };
 
-/// For how long a binding without a claim counts as claimed. It saves the session's next turns from
+/// How long a binding without a claim counts as claimed. It saves the session's next turns from
 /// waiting for stores that have just failed.
 const UNCLAIMED_VALID: Duration = Duration::from_secs(3);
 
-/// Why the client of a store can't be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// A file of the settings can't be read.
     #[error("can't read a file named in [claims]")]
     File(#[from] std::io::Error),
-    /// The URL of Redis can't be read.
     #[error("claims.urls: {0:?} is no URL of Redis; write redis://host:port/number")]
     Url(String),
 }
 
-/// A wish for a session's worker.
 #[derive(Debug, Clone)]
 pub(crate) struct Wish {
     pub(crate) key: SessionKey,
-    /// The worker that this router has chosen.
     pub(crate) wanted: WorkerRef,
     /// The worker that the session leaves. A claim that names it is replaced.
     pub(crate) leaves: Option<WorkerRef>,
-    /// The generation of the newest claim that this router knows.
+    /// Belongs to the newest claim that this router knows.
     pub(crate) generation: Option<u64>,
 }
 
-/// What all routers know of a session's worker.
 #[derive(Debug, Clone)]
 pub(crate) struct Settled {
-    /// The worker that gets the session's turns.
     pub(crate) worker: WorkerRef,
-    /// The claim's generation. `None` if nobody gave a claim.
+    /// `None` if nobody gave a claim.
     pub(crate) generation: Option<u64>,
     /// Until when other routers know this.
     pub(crate) valid_until: Instant,
-    /// The snapshot in which the worker was found. As long as it is held, the worker's slot doesn't
-    /// go to another agent.
+    /// As long as it is held, the worker's slot doesn't go to another agent.
     pub(crate) view: Arc<Snapshot>,
 }
 
-/// The client of the store that the settings name, if they name one.
+/// Without a store, agents hold the claims.
 #[derive(Debug)]
 pub(crate) struct OpenStore {
     store: Option<Guarded>,
@@ -107,10 +86,7 @@ pub(crate) struct OpenStore {
 }
 
 impl OpenStore {
-    /// Creates the client, and starts its task. It connects in time. `tls` is for a store with TLS.
-    ///
-    /// # Errors
-    /// If a file of the settings can't be read, or if the URL can't be read.
+    /// Doesn't wait for a connection. `tls` is for a store with TLS.
     pub(crate) fn open(
         settings: &ClaimsTable,
         tls: Option<ClientTls>,
@@ -132,7 +108,6 @@ impl OpenStore {
     }
 }
 
-/// Asks for claims.
 #[derive(Debug)]
 pub(crate) struct Claims {
     view: Arc<View>,
@@ -145,7 +120,6 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Creates what asks for claims.
     pub(crate) fn new(
         settings: &ClaimsTable,
         store: OpenStore,
@@ -164,8 +138,8 @@ impl Claims {
         view.agents.iter().filter(|agent| agent.facts.is_some()).nth(1).is_some()
     }
 
-    /// Claims a worker, and returns the worker that holds. Concurrent calls for one session share
-    /// one claim, which goes on even if its caller goes away.
+    /// Returns the worker that holds. Concurrent calls for one session share one claim, which goes
+    /// on even if its caller goes away.
     pub(crate) async fn settle(self: &Arc<Self>, wish: Wish) -> Settled {
         let started_at = now();
         let unclaimed = Settled {
@@ -182,8 +156,8 @@ impl Claims {
         settled.unwrap_or(unclaimed)
     }
 
-    /// Extends the life of a claim. Returns its generation, and until when it lives. `None` if it
-    /// names another worker by now, or if nobody answers.
+    /// Returns the claim's generation, and until when it lives. `None` if it names another worker
+    /// by now, or if nobody answers.
     pub(crate) async fn renew(
         &self,
         key: &SessionKey,
@@ -204,7 +178,6 @@ impl Claims {
         self.metrics.mended.inc();
     }
 
-    /// Returns how long a claim lives without being renewed.
     pub(crate) fn ttl(&self) -> Duration {
         self.ttl
     }
@@ -228,7 +201,6 @@ impl Claims {
         receiver
     }
 
-    /// Claims the worker of a session, where nobody else has.
     async fn claim(&self, wish: Wish) -> Settled {
         let started_at = now();
         let view = self.view.load();

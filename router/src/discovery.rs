@@ -1,13 +1,6 @@
 //! Learns which agents there are, from a file, DNS, Kubernetes, or the agents themselves.
 //!
-//! Each source has a task of its own, which sends the source's whole list to the view task whenever
-//! the list changes. The membership of `fleet` merges the lists. A source that fails keeps its last
-//! list: its task logs the failure once, and a metric shows it. The router stays ready.
-//!
-//! - `file`: a file that is read again when it changes.
-//! - `dns`: addresses and SRV records of names.
-//! - `kubernetes`: endpoint slices of a cluster.
-//! - [`announce`]: agents that announce themselves to this router.
+//! A source that fails keeps its last list, and the router stays ready.
 
 pub(crate) mod announce;
 mod dns;
@@ -36,13 +29,11 @@ use crate::{
     },
 };
 
-/// The label of the metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SourceLabel {
     source: &'static str,
 }
 
-/// The metrics of all sources.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Metrics {
     failing: Family<SourceLabel, Gauge>,
@@ -51,7 +42,6 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Creates the metrics in `registry`.
     pub(crate) fn new(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         let help = "1 while a source of agents fails and its last list is in effect";
@@ -64,15 +54,12 @@ impl Metrics {
     }
 }
 
-/// Sends what one source says to the view task.
 #[derive(Debug)]
 struct Reporter {
     source: Source,
     news: mpsc::Sender<SourceNews>,
     metrics: Metrics,
-    /// The last list that was sent, with the ids of its agents.
     last_list: Option<(SourceList, AgentIds)>,
-    /// Why the source fails, if it does.
     failure: Option<String>,
 }
 
@@ -85,12 +72,10 @@ impl Reporter {
         Self { source, news, metrics, last_list: None, failure: None }
     }
 
-    /// Sends a list, if it differs from the last one.
     async fn list(&mut self, list: SourceList) {
         self.list_with_ids(list, AgentIds::new()).await;
     }
 
-    /// Sends a list of agents whose ids are known, if it differs from the last one.
     async fn list_with_ids(&mut self, list: SourceList, agent_ids: AgentIds) {
         let source = self.source.as_str();
         if self.failure.take().is_some() {
@@ -115,7 +100,6 @@ impl Reporter {
         self.metrics.expiries.get_or_create(&label).inc();
     }
 
-    /// Says that the source failed. Its last list stays in effect.
     async fn fail(&mut self, why: String) {
         let source = self.source.as_str();
         self.metrics.failing.get_or_create(&SourceLabel { source }).set(1);
@@ -137,8 +121,7 @@ impl Reporter {
     }
 }
 
-/// Starts the tasks of the sources that are set. Returns where agents announce themselves, if they
-/// may.
+/// Returns where agents announce themselves, if they may.
 pub(crate) fn start(
     config: &Config,
     credentials: &AgentCredentials,

@@ -1,26 +1,10 @@
 //! Berth's router: places turns on workers, sticky to their KV, and streams the answers.
 //!
-//! A turn is one request and its answer. A worker is one rank of an SGLang engine; an agent beside
-//! the engine speaks for its workers. A session's turns stay on the worker that has their KV. The
-//! router stores nothing on disk, and nothing in memory that it can't relearn from the agents.
+//! It stores nothing on disk, and nothing in memory that it can't relearn from the agents. It talks
+//! to agents only, never to an engine itself. Each module uses only those below it in this list:
 //!
-//! The program `berth-router` and the tests call [`run`] with the settings and the open ports. The
-//! router talks to agents only, never to an engine itself.
-//!
-//! Each module uses only those below it in this list:
-//!
-//! - `http`: the routes of the data port, and errors as HTTP responses.
-//! - `agent_tasks`: starts and stops the tasks that follow each agent.
-//! - [`turn`]: one turn from its request to the end of its answer; opening and closing sessions.
-//! - `claims`: agrees with other routers on the worker of a session.
-//! - [`placement`]: chooses the worker for a turn. Pure.
-//! - [`residency`]: the blocks (parts of prompts) whose KV is resident on each worker.
-//! - [`prompt`]: makes the blocks of a prompt, with the tokenizers of the engines' models.
-//! - `discovery`: the sources of agents: a file, DNS, Kubernetes, announcements.
-//! - [`fleet`]: the agents' streams and control ports, and the published snapshot of the fleet.
-//!
-//! Every module may use [`config`] (settings), `metrics`, [`auth`] (who sends a request), and
-//! `shares` (what each client may hold and use).
+//! `http`, `agent_tasks`, [`turn`], `claims`, [`placement`], [`residency`], [`prompt`],
+//! `discovery`, [`fleet`]. Every module may use [`config`], `metrics`, [`auth`], and `shares`.
 
 mod agent_tasks;
 pub mod auth;
@@ -102,64 +86,49 @@ use crate::{
     },
 };
 
-/// The most names that came once and may be the names of requests. They have a table of their own,
-/// so that they take no session's place. With 100 such requests a second, a name is known for two
-/// minutes; a place takes about half a KiB.
+/// Names that came once and may be the names of requests have a table of their own, so that they
+/// take no session's place. With 100 such requests a second, a name is known for two minutes; a
+/// place takes about half a KiB.
 const NAMES_SEEN_ONCE_MAX: usize = 16_384;
 
 /// The most lists of sources that wait for the view task. Each source waits for a place.
 const SOURCE_NEWS_MAX: usize = 16;
 
-/// The agents that are expected from the sources of `[discovery]`. A larger fleet may need more
-/// descriptors for idle connections than planned, until idle ones are closed after 10 s.
+/// A larger fleet may need more descriptors for idle connections than planned, until idle ones are
+/// closed after 10 s.
 const DISCOVERED_AGENTS_EXPECTED: usize = 256;
 
-/// The open ports of a router.
 #[derive(Debug)]
 pub struct Listeners {
-    /// The data port, for clients.
     pub data: tokio::net::TcpListener,
-    /// The admin port, for the operator.
     pub admin: std::net::TcpListener,
 }
 
-/// Why a router could not start, or ended without being stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The settings are invalid.
     #[error("the router can't start with invalid settings")]
     Settings(#[source] Problems),
-    /// A certificate, key or token can't be used.
     #[error("can't use a file named in [tls], [agents], [claims] or [auth]")]
     File(#[from] reload::Error),
-    /// The admin port can't be served, or the address of a port can't be read.
+    /// Also stands for an address of a port that can't be read.
     #[error("the admin port can't be served")]
     Admin(#[source] std::io::Error),
-    /// The file of the access log can't be opened.
     #[error("can't write to the file that log.access names")]
     AccessLog(#[source] std::io::Error),
-    /// The spans of turns can't be exported.
     #[error(transparent)]
     Traces(#[from] traces::Error),
-    /// The thread that tells systemd that the router lives can't be created.
     #[error("the thread for systemd's watchdog can't be created")]
     Watchdog(#[source] std::io::Error),
-    /// The keys of tokens can't be followed.
     #[error(transparent)]
     Tokens(#[from] jwks::Error),
-    /// The client of the store that holds claims can't be made.
     #[error(transparent)]
     Claims(#[from] claims::SetupError),
-    /// An essential task ended before the router was stopped.
     #[error("an essential task ended; see the log entries before this")]
     TaskEnded,
 }
 
 /// Runs a router until `tasks` leaves, and for the setting `lame_duck_ms` after that, or until
 /// `tasks` is cancelled. Then running turns get the setting `drain_ms_max` to end.
-///
-/// # Errors
-/// If the router can't start, or if an essential task ends before `tasks` is cancelled.
 pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Result<(), Error> {
     let problems = config.problems();
     if !problems.is_empty() {
@@ -231,13 +200,11 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     leave(&config, &tasks, traces_end).await
 }
 
-/// Returns the limits of the data port.
 fn data_limits(config: &Config, plan: &DescriptorPlan, metrics: &server::Metrics) -> PortLimits {
     let turns_max = config.limits.turns_in_flight_max;
     PortLimits::data(&config.connections, turns_max, plan.turns, metrics)
 }
 
-/// Waits until the router leaves, serves on for a while, and drains.
 async fn leave(config: &Config, tasks: &Tasks, traces_end: TracesEnd) -> Result<(), Error> {
     tasks.leave_token().cancelled().await;
     supervisor::tell_stopping();
@@ -251,14 +218,12 @@ async fn leave(config: &Config, tasks: &Tasks, traces_end: TracesEnd) -> Result<
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
-/// Registers the metrics that are computed at each scrape.
 fn register_collectors(registry: &mut Registry, view: &Arc<View>, kv_index: &Arc<KvIndex>) {
     let (view, kv_index) = (Arc::clone(view), Arc::clone(kv_index));
     registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
     registry.register_collector(Box::new(KvIndexCollector { view, kv_index }));
 }
 
-/// Lowers the limit on turns if there are few descriptors.
 fn fit_limits(limits: &mut LimitsTable, descriptors: &DescriptorPlan) {
     if limits.fit_to_connections(descriptors.turns) {
         let turns = limits.turns_in_flight_max;
@@ -266,12 +231,10 @@ fn fit_limits(limits: &mut LimitsTable, descriptors: &DescriptorPlan) {
     }
 }
 
-/// Returns the addresses to which the data port and the admin port are bound.
 fn port_ips(listeners: &Listeners) -> std::io::Result<(IpAddr, IpAddr)> {
     Ok((listeners.data.local_addr()?.ip(), listeners.admin.local_addr()?.ip()))
 }
 
-/// Reads the key file, and follows it. Returns `None` without a key file.
 fn follow_keys(
     config: &Config,
     metrics: &reload::Metrics,
@@ -281,7 +244,7 @@ fn follow_keys(
     source.map(|source| reload::start(source, metrics, tasks)).transpose()
 }
 
-/// Starts the task that follows the keys of tokens. Returns `None` if no tokens are accepted.
+/// `None` if no tokens are accepted.
 fn follow_tokens(
     config: &Config,
     registry: &mut Registry,
@@ -296,13 +259,11 @@ fn follow_tokens(
     Ok(Some((settings.clone(), store)))
 }
 
-/// Logs where clients reach the router.
 fn log_listening(config: &Config, listener: &tokio::net::TcpListener) {
     let address = listener.local_addr().map(|address| address.to_string());
     info!(address = address.unwrap_or_default(), agents = config.workers.len(), "router listens");
 }
 
-/// Logs who may use the data port, if nobody needs a key.
 fn log_auth(config: &Config, data_ip: IpAddr) {
     if config.auth.needs_credential() {
         return;
@@ -314,8 +275,6 @@ fn log_auth(config: &Config, data_ip: IpAddr) {
     }
 }
 
-/// Reads the certificates and tokens, and follows their files. Returns the certificate for clients,
-/// if there is one, and the credentials for agents.
 fn start_access(
     config: &Config,
     metrics: &reload::Metrics,
@@ -331,7 +290,6 @@ fn start_access(
     Ok((server, AgentCredentials { tls, tokens }))
 }
 
-/// What `run` has made of the fleet when it starts to follow the agents.
 struct FleetParts {
     view: Arc<View>,
     kv_index: Arc<KvIndex>,
@@ -346,7 +304,6 @@ struct FleetParts {
     traces: Traces,
 }
 
-/// Creates the client of the store that holds claims.
 fn open_claim_store(
     config: &Config,
     registry: &mut Registry,
@@ -359,7 +316,6 @@ fn open_claim_store(
     Ok(OpenStore::open(&config.claims, tls, metrics, tasks)?)
 }
 
-/// Builds the parts that all requests share, and starts the tasks that follow the agents.
 fn start_fleet(
     config: &Config,
     parts: FleetParts,
@@ -381,7 +337,6 @@ fn start_fleet(
     shared
 }
 
-/// Starts the access log, if the settings name a file for it.
 fn start_access_log(
     config: &Config,
     registry: &mut Registry,
@@ -391,7 +346,6 @@ fn start_access_log(
     is_on.then(|| AccessLog::start(path, registry)).transpose().map_err(Error::AccessLog)
 }
 
-/// Starts the export of the turns' spans, if the settings name a collector.
 fn start_traces(
     config: &Config,
     registry: &mut Registry,
@@ -403,13 +357,12 @@ fn start_traces(
     traces::start(&config.traces, exported, registry, file_metrics, tasks)
 }
 
-/// Returns how many agents share the idle connections.
+/// These agents share the idle connections.
 fn agents_expected(config: &Config) -> usize {
     let others = if config.discovery.is_on() { DISCOVERED_AGENTS_EXPECTED } else { 0 };
     config.workers.len() + others
 }
 
-/// Starts the task that fetches the tokenizers of the agents' models.
 fn start_models(
     shares: &Shares,
     metrics: &Arc<Metrics>,
@@ -425,7 +378,6 @@ fn start_models(
     models
 }
 
-/// Builds the parts that all requests share.
 fn build_shared(
     config: &Config,
     parts: FleetParts,

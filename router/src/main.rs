@@ -1,9 +1,8 @@
 //! The process `berth-router`: reads the settings, starts logging, and runs the router.
 //!
-//! SIGTERM makes the router leave: for a while it serves on, and says that it isn't ready. Then it
-//! drains: it takes no new turns (requests), and ends after its running turns. Ctrl-C, or a second
-//! signal, makes it drain at once. The flag `--check-config` only checks and prints the settings.
-//! The library `router` has everything else.
+//! At SIGTERM the router leaves: it serves on for a while, and says that it isn't ready. Then it
+//! drains: it takes no new turns, and ends after its running turns. Ctrl-C, or a second signal,
+//! makes it drain at once.
 
 use std::{io::Write as _, process::ExitCode};
 
@@ -60,7 +59,6 @@ fn main() -> ExitCode {
     }
 }
 
-/// Opens the router's ports, and runs the router until it is told to stop.
 fn serve(config: Config) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
@@ -81,7 +79,6 @@ fn serve(config: Config) -> anyhow::Result<()> {
     result
 }
 
-/// Starts a task that makes the router leave at SIGTERM, and drain at SIGINT or the second signal.
 fn stop_on_signal(tasks: &Tasks) -> std::io::Result<()> {
     let mut signals = StopSignals::new()?;
     let stopping = tasks.clone();

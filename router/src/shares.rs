@@ -1,13 +1,8 @@
 //! Shares out what the router has little of: turns in flight, memory, processors for long bodies.
 //!
 //! A *sharer* is the client that a limit counts against: the name of a caller's key, or without
-//! keys the client's address. Whoever holds a [`Share`] of a [`SharedPool`] drops it when done, so
-//! every end gives the units back by one path. A key may also have limits of requests and tokens
-//! per minute ([`Shares::take_request`], [`TokenShare`]).
-//!
-//! - `pool`: the rule by which a pool is divided. Pure.
-//! - `rates`: the limits per minute. Pure.
-//! - `collector`: the metrics of the pools.
+//! keys the client's address. A [`Share`] gives its units back on drop, so every end does so by one
+//! path.
 
 pub(crate) mod collector;
 mod pool;
@@ -29,21 +24,17 @@ use self::{
 };
 use crate::{auth::Caller, config::tables::LimitsTable};
 
-/// The client that limits count against.
 #[derive(Debug, Clone)]
 pub(crate) struct Sharer {
     pub(crate) name: Arc<str>,
-    /// The class of the client's work.
     pub(crate) class: PriorityClass,
-    /// The limits of the client's key.
     pub(crate) limits: Arc<KeyLimits>,
 }
 
 impl Sharer {
-    /// Returns the sharer of a caller whose connection comes from `peer`.
-    ///
-    /// Callers without a key have one principal, so that each of them is known by its address. Of
-    /// an IPv6 address, the first 64 bits count, because one client can use all addresses in them.
+    /// Callers without a key have one principal, so each of them is known by its address, `peer`.
+    /// Of an IPv6 address, the first 64 bits count, because one client can use all addresses in
+    /// them.
     pub(crate) fn new(caller: &Caller, peer: Option<IpAddr>) -> Self {
         let name = match peer.filter(|_| &*caller.principal == proto::id::ANONYMOUS) {
             None => Arc::clone(&caller.principal),
@@ -58,10 +49,9 @@ impl Sharer {
     }
 }
 
-/// A pool of units that clients share.
 #[derive(Debug)]
 pub(crate) struct SharedPool {
-    /// What the pool's units are, as a metric's label.
+    /// Labels the pool's metrics.
     name: &'static str,
     /// Locked for nanoseconds.
     pool: Mutex<Pool>,
@@ -72,10 +62,7 @@ impl SharedPool {
         Arc::new(Self { name, pool: Mutex::new(Pool::new(units as u64)) })
     }
 
-    /// Takes `units` for a sharer, which may hold at most `key_max` by its own key's limit.
-    ///
-    /// # Errors
-    /// If the sharer gets no more units now.
+    /// The sharer may hold at most `key_max` by its own key's limit.
     pub(crate) fn take(
         self: &Arc<Self>,
         sharer: &Sharer,
@@ -89,14 +76,13 @@ impl SharedPool {
         Ok(share)
     }
 
-    /// Returns the most units that one sharer gets of the whole pool, at least 1.
+    /// The most that one sharer gets of the whole pool, at least 1.
     pub(crate) fn most_of_one(&self, sharer: &Sharer, key_max: Option<NonZeroU32>) -> u32 {
         let most = self.pool.lock().most_of_one(sharer.class);
         let most = u32::try_from(most).unwrap_or(u32::MAX);
         key_max.map_or(most, |key_max| most.min(key_max.get())).max(1)
     }
 
-    /// Returns a share of a sharer that has no units yet.
     pub(crate) fn empty_share(self: &Arc<Self>, sharer: &Sharer) -> Share {
         Share {
             pool: Arc::clone(self),
@@ -108,7 +94,6 @@ impl SharedPool {
     }
 }
 
-/// Units that a sharer holds. They return to their pool on drop.
 #[derive(Debug)]
 pub(crate) struct Share {
     pool: Arc<SharedPool>,
@@ -119,10 +104,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Takes `units` more.
-    ///
-    /// # Errors
-    /// If the sharer gets no more units now. It keeps those that it has.
+    /// At an error, the sharer keeps the units that it has.
     pub(crate) fn grow(&mut self, units: u64) -> Result<(), Refused> {
         let ask = Ask { units, class: self.class, key_max: self.key_max };
         self.pool.pool.lock().take(&self.sharer, ask)?;
@@ -137,7 +119,6 @@ impl Share {
         self.units -= surplus;
     }
 
-    /// Returns the number of units.
     pub(crate) fn units(&self) -> u64 {
         self.units
     }
@@ -149,7 +130,6 @@ impl Drop for Share {
     }
 }
 
-/// The sizes of the pools.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolSizes {
     pub(crate) requests: usize,
@@ -159,7 +139,7 @@ pub(crate) struct PoolSizes {
 }
 
 impl PoolSizes {
-    /// Returns the sizes by the settings. `requests` may be served at once.
+    /// The router serves at most `requests` at once.
     pub(crate) fn new(limits: &LimitsTable, requests: usize) -> Self {
         Self {
             requests,
@@ -170,18 +150,14 @@ impl PoolSizes {
     }
 }
 
-/// The pools, and the limits per minute.
 #[derive(Debug)]
 pub(crate) struct Shares {
     /// Requests that are served, each on a connection of its own.
     pub(crate) requests: Arc<SharedPool>,
-    /// Turns in flight.
     pub(crate) turns: Arc<SharedPool>,
-    /// Bytes of request bodies in memory.
     pub(crate) body_bytes: Arc<SharedPool>,
-    /// Bytes of memory for tokenizing prompts.
     pub(crate) tokenizer_bytes: Arc<SharedPool>,
-    /// Places for reading long bodies.
+    /// Reading a long body takes one.
     pub(crate) reading: Arc<Places>,
     /// Locked for nanoseconds, or milliseconds if the table is full.
     rates: Mutex<Rates>,
@@ -199,21 +175,15 @@ impl Shares {
         })
     }
 
-    /// Counts a request of `caller` against the limit of its key.
-    ///
-    /// # Errors
-    /// The time after which the key may send a request.
+    /// The error is the time after which the key may send a request.
     pub(crate) fn take_request(&self, caller: &Caller) -> Result<(), Duration> {
         let Some(per_minute) = caller.limits.requests_per_minute else { return Ok(()) };
         let mut rates = self.rates.lock();
         rates.take(&caller.principal, Rated::Requests, per_minute, 1, now())
     }
 
-    /// Takes the tokens of a turn from the limit of its key: `estimate` for the prompt. Returns
-    /// `None` if the key has no such limit.
-    ///
-    /// # Errors
-    /// The time after which the key has so many tokens.
+    /// `estimate` is for the prompt. `None` if the key has no such limit. The error is the time
+    /// after which the key has so many tokens.
     pub(crate) fn take_tokens(
         self: &Arc<Self>,
         sharer: &Sharer,
@@ -232,24 +202,23 @@ impl Shares {
     }
 }
 
-/// The tokens that a turn takes from its key's limit per minute. They are settled on drop.
+/// Settled on drop.
 #[derive(Debug)]
 pub(crate) struct TokenShare {
     shares: Arc<Shares>,
     sharer: Arc<str>,
     per_minute: NonZeroU32,
     estimate: u64,
-    /// What the turn has really used: none until it is sent.
+    /// 0 until the turn is sent.
     used: u64,
 }
 
 impl TokenShare {
-    /// Returns the tokens that were taken for the prompt.
     pub(crate) fn estimate(&self) -> u64 {
         self.estimate
     }
 
-    /// Sets what the turn has really used, of prompt and answer together.
+    /// Counts prompt and answer together.
     pub(crate) fn set_used(&mut self, used: u64) {
         self.used = used;
     }

@@ -1,18 +1,15 @@
 //! The router's answers, as far as `berth` reads them. Pure.
 //!
 //! Members that a router leaves out are unknown, and unknown members are ignored: the versions of
-//! router and `berth` may differ a little. The router's document `/openapi.json` describes all.
+//! router and `berth` may differ a little.
 
 use proto::load::RetentionOff;
 use serde::Deserialize;
 
-/// The answer of `GET /v1/workers`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Fleet {
-    /// All workers.
     pub workers: Vec<Worker>,
-    /// The agents that were never heard.
     pub unheard: Vec<UnheardAgent>,
 }
 
@@ -21,35 +18,26 @@ pub struct Fleet {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Worker {
-    /// The name, `agent/rank`.
+    /// `agent/rank`.
     pub worker: String,
-    /// The agent's id.
     pub agent: String,
-    /// The rank.
     pub dp_rank: u32,
-    /// URL of the agent's control port.
     pub control: String,
-    /// Address of the agent's data port.
     pub data: String,
     /// `fresh`, `stale`, `lost`, `unhealthy`, `held`, `draining` or `disaggregated`.
     pub state: String,
     /// Why the state isn't `fresh`.
     pub reason: String,
-    /// Milliseconds since the agent was last heard.
+    /// The time since the agent was last heard.
     pub heartbeat_age_ms: Option<u64>,
     /// Why only a restart of the engine frees what the engine holds.
     pub restart_required: Option<String>,
-    /// The figures of the last load report.
     pub load: Option<Load>,
-    /// What the router knows of the resident blocks.
     pub kv: Kv,
-    /// The engine.
     pub engine: Engine,
-    /// The retentions that the engine offers, best first.
+    /// The best is first.
     pub retentions: Vec<String>,
-    /// The other retentions, and why each is not offered.
     pub retentions_off: Vec<RetentionOff>,
-    /// The fixed sizes of the rank.
     pub rank: Option<Rank>,
 }
 
@@ -57,35 +45,27 @@ pub struct Worker {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct UnheardAgent {
-    /// URL of the control port.
     pub control: String,
-    /// The state.
     pub state: String,
-    /// Why the agent isn't heard.
     pub reason: String,
 }
 
-/// A number with its source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Figure {
-    /// The number.
     pub value: u64,
-    /// Where the number comes from, such as `shim`.
+    /// The origin, such as `shim`.
     pub source: String,
-    /// Milliseconds since the number was read.
     pub age_ms: u64,
 }
 
-/// A part of a whole, 0 to 1, with its source.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Ratio {
-    /// The part.
+    /// 0 to 1.
     pub value: f64,
-    /// Where the number comes from, such as `shim`.
+    /// The origin, such as `shim`.
     pub source: String,
-    /// Milliseconds since the number was read.
     pub age_ms: u64,
 }
 
@@ -93,7 +73,6 @@ pub struct Ratio {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Load {
-    /// Turns inside the engine.
     pub turns_running: u32,
     /// Turns that wait in the agent.
     pub turns_queued: u32,
@@ -101,41 +80,29 @@ pub struct Load {
     pub requests_waiting: Option<Figure>,
     /// KV that eviction can't free.
     pub pool_used_tokens: Option<Figure>,
-    /// The pool.
     pub pool_total_tokens: Option<Figure>,
-    /// Free KV.
     pub pool_available_tokens: Option<Figure>,
     /// Cached KV that eviction can free.
     pub pool_evictable_tokens: Option<Figure>,
-    /// KV of pinned sessions.
     pub pinned_tokens: Option<Figure>,
     /// The part of `pinned_tokens` that is not the agent's.
     pub foreign_tokens: Option<Figure>,
-    /// Request rows of pinned sessions.
     pub rows_held: Option<Figure>,
-    /// All request rows.
     pub rows_total: Option<Figure>,
-    /// Prompt tokens that the engine computes in a second.
     pub prefill_tokens_per_s: Option<Figure>,
-    /// Open sessions.
     pub sessions: u32,
-    /// The GPUs with their readings.
     pub devices: Vec<Device>,
-    /// The newest page audit.
     pub pages: Option<Pages>,
 }
 
-/// A page audit.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Pages {
-    /// Pages by owner.
     pub classes: Option<PageCounts>,
     /// The kinds of fault that were looked for.
     pub findings: Vec<FaultCount>,
 }
 
-/// Pages by owner.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct PageCounts {
@@ -143,13 +110,10 @@ pub struct PageCounts {
     pub cached_in_use: u64,
 }
 
-/// A kind of fault of the page audit.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct FaultCount {
-    /// The kind.
     pub kind: String,
-    /// How often it was found.
     pub count: u64,
 }
 
@@ -159,79 +123,58 @@ pub struct FaultCount {
 pub struct Device {
     /// UUID from NVML, or the engine's name of its device.
     pub uuid: String,
-    /// Marketing name.
     pub name: String,
-    /// Index in the agent's NVML; absent without NVML.
+    /// Absent without NVML.
     pub index: Option<u32>,
-    /// UUID of the GPU to which a MIG slice belongs.
     pub parent_uuid: Option<String>,
-    /// Device memory, bytes.
     pub memory_total_bytes: Option<u64>,
-    /// Used device memory, bytes.
     pub memory_used_bytes: Option<u64>,
-    /// Share of time in which a kernel ran, percent.
+    /// Share of time in which a kernel ran.
     pub utilization_percent: Option<u32>,
-    /// Temperature.
     pub temperature_celsius: Option<u32>,
-    /// Power.
     pub power_milliwatts: Option<u32>,
-    /// Memory of the engine's processes, bytes.
     pub engine_bytes: Option<Figure>,
-    /// The KV pool's bytes on this device.
     pub kv_pool_bytes: Option<Figure>,
-    /// The part of that pool that is not free.
+    /// The part of the KV pool on this device that is not free.
     pub kv_physical_usage: Option<Ratio>,
-    /// Why work on the device fails.
     pub unhealthy: Option<String>,
-    /// Milliseconds since NVML was read.
+    /// The time since NVML was read.
     pub age_ms: Option<u64>,
 }
 
-/// What the router knows of a worker's resident blocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Kv {
     /// `live`, `snapshot` or `unknown`.
     pub state: String,
-    /// Why the blocks are unknown.
     pub reason: Option<String>,
-    /// Number of resident blocks.
     pub resident_blocks: u64,
 }
 
-/// An engine.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Engine {
-    /// SGLang's version.
     pub version: String,
-    /// The served models.
     pub models: Vec<String>,
-    /// Tokens of a page.
     pub page_tokens: u64,
     /// Longest prompt and answer.
     pub context_tokens: u64,
-    /// The size of the vocabulary.
     pub vocabulary: Option<u64>,
-    /// Identity of the engine's process.
+    /// Identifies the engine's process.
     pub instance: String,
     /// `null`, `prefill` or `decode`.
     pub disaggregation: String,
 }
 
-/// The fixed sizes of a rank.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Rank {
-    /// The pool, tokens.
     pub pool_tokens: u64,
-    /// The request rows.
     pub rows: u32,
-    /// The GPUs, without readings.
+    /// They have no readings.
     pub devices: Vec<Device>,
 }
 
-/// The answer of `GET /v1/fleet/sessions`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct FleetSessions {
@@ -239,7 +182,6 @@ pub struct FleetSessions {
     pub sessions: Vec<Session>,
     /// Sessions that aren't among those and started some of them, directly or not.
     pub parents: Vec<Session>,
-    /// How many sessions were found.
     pub total: u64,
 }
 
@@ -247,71 +189,52 @@ pub struct FleetSessions {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Session {
-    /// The digest that names it among the sessions of all clients.
+    /// Names the session among those of all clients.
     pub digest: String,
-    /// The id that the client gave it.
     pub session_id: String,
-    /// The name of its client.
     pub principal: String,
-    /// The worker that holds its KV.
+    /// It holds the session's KV.
     pub worker: String,
-    /// `pinned`, `tagged` or `none`.
     pub retention: String,
-    /// `idle`, `running` or another state.
     pub state: String,
-    /// Finished turns.
     pub turns: u64,
-    /// Turns inside the engine.
     pub turns_running: u32,
-    /// Tokens of KV.
     pub resident_tokens: Option<u64>,
-    /// Milliseconds since the last turn, when the agent reported it.
+    /// The time since the last turn, when the agent reported it.
     pub idle_ms_at_report: u64,
-    /// Milliseconds since the last turn, where the router knows.
+    /// The time since the last turn, where the router knows.
     pub idle_ms: Option<u64>,
-    /// The digest of the session that started this one.
     pub parent: Option<String>,
-    /// Whether the client sends its full history with each turn.
     pub whole_history: bool,
 }
 
-/// The answer of `GET /v1/placements`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct PlacementPage {
-    /// The placements, oldest first.
+    /// The oldest is first.
     pub placements: Vec<Placement>,
     /// Where the next page begins.
     pub next: Option<String>,
 }
 
-/// The placement of a turn.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Placement {
-    /// The turn's id.
     pub turn: String,
-    /// The session's digest.
     pub session: Option<String>,
-    /// The worker.
     pub worker: String,
-    /// Why the worker was chosen.
     pub reason: String,
     /// Prompt tokens that the worker must compute.
     pub uncached_tokens: Option<u64>,
-    /// Milliseconds since then.
     pub age_ms: u64,
-    /// The workers that were compared.
     pub compared: Vec<serde_json::Value>,
 }
 
-/// The answer of `GET /v1/turns`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct TurnPage {
-    /// The turns, oldest first.
+    /// The oldest is first.
     pub turns: Vec<Turn>,
-    /// Where the next page begins.
     pub next: Option<String>,
 }
 
@@ -319,51 +242,37 @@ pub struct TurnPage {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Turn {
-    /// The turn's id.
     pub turn: String,
-    /// The session's digest.
     pub session: Option<String>,
-    /// The worker.
     pub worker: Option<String>,
-    /// Why the worker was chosen.
     pub reason: Option<String>,
-    /// `pinned`, `tagged` or `none`.
     pub retention: Option<String>,
-    /// The HTTP status of the answer.
     pub status: Option<u16>,
-    /// Milliseconds since the turn began.
+    /// The time since the turn began.
     pub age_ms: u64,
-    /// Milliseconds to the first token.
     pub ttft_ms: Option<u64>,
-    /// Milliseconds of the whole turn.
     pub duration_ms: Option<u64>,
-    /// Tokens of the prompt.
     pub prompt_tokens: Option<u64>,
-    /// Those that were cached.
     pub cached_tokens: Option<u64>,
-    /// Tokens of the answer.
     pub output_tokens: Option<u64>,
-    /// How the turn ended; absent while it runs.
+    /// Absent while the turn runs.
     pub outcome: Option<String>,
 }
 
-/// A KV pool by who holds it. The parts add up to the whole. Tokens.
+/// A KV pool by who holds it, in tokens. The parts add up to the whole.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PoolParts {
-    /// Of pinned sessions.
     pub pinned: u64,
     /// Prefixes of the radix tree that turns or sessions use, by the last page audit.
     pub locked: u64,
-    /// Of running turns; with the locked prefixes, if no audit is known.
+    /// KV of running turns; with the locked prefixes, if no audit is known.
     pub running: u64,
     /// Cached KV that eviction can free.
     pub evictable: u64,
-    /// Free.
     pub free: u64,
 }
 
 impl PoolParts {
-    /// Returns all parts together.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.pinned + self.locked + self.running + self.evictable + self.free
@@ -371,7 +280,7 @@ impl PoolParts {
 }
 
 impl Session {
-    /// Returns the milliseconds since the last turn; at its last report, if the router doesn't say.
+    /// Returns the time at the agent's last report, if the router doesn't say.
     #[must_use]
     pub fn idle_ms(&self) -> u64 {
         self.idle_ms.unwrap_or(self.idle_ms_at_report)
@@ -379,13 +288,12 @@ impl Session {
 }
 
 impl Worker {
-    /// Whether the worker takes all turns.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
         self.state == "fresh"
     }
 
-    /// Returns the parts of the KV pool. `None` if its size or use is unknown.
+    /// `None` if the pool's size or use is unknown.
     #[must_use]
     pub fn pool_parts(&self) -> Option<PoolParts> {
         let load = self.load.as_ref()?;

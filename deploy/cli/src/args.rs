@@ -1,18 +1,14 @@
 //! Defines the command line of `berth`.
 //!
-//! How to reach routers and agents is said once for all commands, by flags or the environment. A
-//! secret is never a flag: every user of the host can read the flags of a process.
+//! A secret is never a flag: every user of the host can read the flags of a process.
 
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-/// The router's default address for clients.
 pub const ROUTER_URL: &str = "http://127.0.0.1:8080";
-/// An agent's default control address.
 pub const AGENT_URL: &str = "http://127.0.0.1:31001";
 
-/// What `--help` says after the commands.
 const EXIT_STATUS_HELP: &str = "\
 Exit status: 0 well, 1 not well, 64 wrong arguments, 66 a file can't be used,
 69 nothing answers, 70 the answer isn't understood, 74 no output, 77 refused.
@@ -274,7 +270,7 @@ pub struct KvArgs {
     pub json: bool,
 }
 
-/// Reads a number of seconds from a tenth to a day.
+/// Takes a tenth of a second to a day.
 fn parse_seconds(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| "give a number of seconds".to_owned())?;
     let is_valid = (0.1..=86_400.0).contains(&seconds);

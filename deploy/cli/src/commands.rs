@@ -1,12 +1,4 @@
 //! Runs the commands: asks a router or an agent, and prints the answer.
-//!
-//! - [`workers`], [`devices`], [`sessions`], [`placements`], [`turns`]: lists, by the router.
-//! - [`session`]: shows or closes one session.
-//! - [`drain`], [`audit`], [`kv`]: ask one agent, over its control port.
-//! - [`doctor`]: asks all of them, and finds what is set wrong.
-//! - [`init`]: asks the engines on this host, and writes settings for agents and a router.
-//! - [`top`]: shows the fleet, until the user quits.
-//! - [`listing`]: prints a list once or again and again, as a table or as JSON.
 
 pub mod audit;
 pub mod devices;
@@ -30,27 +22,20 @@ use crate::{
     error::Error,
 };
 
-/// How a command ended that had a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// All that the command looked at is well.
     Well,
     /// The command found a fault, or could not bring about what was asked.
     NotWell,
 }
 
 impl Outcome {
-    /// Returns `Well` if `is_well`.
     #[must_use]
     pub fn from_is_well(is_well: bool) -> Self {
         if is_well { Self::Well } else { Self::NotWell }
     }
 }
 
-/// Runs the command.
-///
-/// # Errors
-/// When there is no result.
 pub async fn run(args: Args) -> Result<Outcome, Error> {
     let target = &args.target;
     match args.command {
@@ -69,7 +54,6 @@ pub async fn run(args: Args) -> Result<Outcome, Error> {
     }
 }
 
-/// Prints to standard output.
 fn print(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes())?;

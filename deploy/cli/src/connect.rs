@@ -1,7 +1,4 @@
 //! Connects commands to routers and agents: with certificates, keys and tokens if need be.
-//!
-//! - [`router`]: the HTTP API of a router, and the admin ports.
-//! - [`agent`]: the control port of an agent.
 
 pub mod agent;
 pub mod router;
@@ -21,13 +18,12 @@ use service::{
 
 use crate::{args::TargetArgs, error::Error};
 
-/// The time limit of connecting. Inside a data centre a connection takes less than 1 ms.
+/// Inside a data centre a connection takes less than 1 ms.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// Where systems keep the CAs that they trust, if `SSL_CERT_FILE` names no other file.
+/// Systems keep their CAs here, if `SSL_CERT_FILE` names no other file.
 const SYSTEM_CAS: [&str; 3] =
     ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem"];
 
-/// Creates the connector for a URL, with certificates if the URL is an `https` one.
 fn connector(args: &TargetArgs, url: &str, protocol: Protocol) -> Result<Connector, Error> {
     let tls = if url.starts_with("https://") {
         let metrics = reload::Metrics::new(&mut Registry::default());
@@ -38,7 +34,6 @@ fn connector(args: &TargetArgs, url: &str, protocol: Protocol) -> Result<Connect
     Ok(Connector::new(HttpConnector::new(), tls, protocol, CONNECT_MAX))
 }
 
-/// Returns the files that the arguments name.
 fn client_files(args: &TargetArgs) -> Result<ClientFiles, Error> {
     let usage = |text: &str| Error::Usage(text.to_owned());
     let identity = match (args.cert.clone(), args.cert_key.clone()) {
@@ -53,13 +48,12 @@ fn client_files(args: &TargetArgs) -> Result<ClientFiles, Error> {
     Ok(ClientFiles { ca, identity, server_name })
 }
 
-/// Returns the file of the CAs that this system trusts.
 fn system_cas() -> Option<PathBuf> {
     let named = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
     named.into_iter().chain(SYSTEM_CAS.map(PathBuf::from)).find(|path| path.is_file())
 }
 
-/// Returns an address as a URL without a slash at its end. `http://` may be left out.
+/// The result has no slash at its end. `http://` may be left out.
 pub(crate) fn normalize_url(flag: &str, text: &str) -> Result<String, Error> {
     let url = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
     let url = url.strip_suffix('/').unwrap_or(&url).to_owned();
@@ -73,7 +67,6 @@ pub(crate) fn normalize_url(flag: &str, text: &str) -> Result<String, Error> {
     is_valid.then_some(url).ok_or_else(problem)
 }
 
-/// Whether a URL names this host's loopback.
 pub(crate) fn is_loopback(url: &str) -> bool {
     let uri = url.parse::<http::Uri>().ok();
     let host = uri.as_ref().and_then(http::Uri::host).unwrap_or_default();

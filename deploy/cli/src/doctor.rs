@@ -1,13 +1,6 @@
 //! Finds what is set wrong in a fleet: findings from facts. Pure.
 //!
-//! `commands::doctor` collects the [`facts::Facts`]. Each check is a function from all facts to its
-//! findings, and is in the list of one module:
-//!
-//! - [`checks::ports`]: what answers, and at which port. [`checks::fleet`]: workers and agents side
-//!   by side. [`checks::engine`]: the engines' flags. [`checks::gpu`]: the GPUs.
-//!   [`checks::settings`]: the settings files.
-//!
-//! A check finds nothing where its facts are unknown. `doctor` says what it could not ask.
+//! A check finds nothing where its facts are unknown.
 
 pub mod checks;
 pub mod facts;
@@ -16,7 +9,6 @@ use serde::Serialize;
 
 use self::facts::Facts;
 
-/// How much a finding matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -26,44 +18,33 @@ pub enum Severity {
     Warning,
 }
 
-/// A misconfiguration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// The check, such as `engine-streaming-off`.
+    /// Such as `engine-streaming-off`.
     pub id: &'static str,
-    /// How much it matters.
     pub severity: Severity,
-    /// What it is about: a worker, an address or a file.
+    /// A worker, an address or a file.
     pub about: String,
     /// What is wrong, with the values.
     pub what: String,
-    /// What it costs.
     pub why: &'static str,
     /// The line to change, in the settings file or the command that it names.
     pub fix: String,
 }
 
-/// A kind of misconfiguration, and the function that looks for it.
 #[derive(Debug, Clone, Copy)]
 pub struct Check {
-    /// The name of the check.
     pub id: &'static str,
-    /// How much its findings matter.
     pub severity: Severity,
-    /// What a finding costs.
+    /// Says what a finding costs.
     pub why: &'static str,
-    /// Returns the places where the fault is.
     pub find: fn(&Facts) -> Vec<Place>,
 }
 
-/// Where a check found its fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// What it is about.
     pub about: String,
-    /// What is wrong, with the values.
     pub what: String,
-    /// The line to change.
     pub fix: String,
 }
 
@@ -73,7 +54,6 @@ impl Place {
     }
 }
 
-/// Returns all checks.
 pub fn all_checks() -> impl Iterator<Item = &'static Check> {
     [
         checks::ports::CHECKS,
@@ -86,7 +66,7 @@ pub fn all_checks() -> impl Iterator<Item = &'static Check> {
     .flatten()
 }
 
-/// Returns all findings, faults first.
+/// Faults are first.
 #[must_use]
 pub fn diagnose(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![];

@@ -2,44 +2,33 @@
 
 use std::{fmt::Write as _, io};
 
-/// The exit statuses. Those above 1 are the numbers of `sysexits.h`.
+/// The statuses above 1 are the numbers of `sysexits.h`.
 pub mod exit {
-    /// The command did what it was asked, and all that it looked at is well.
     pub const WELL: u8 = 0;
-    /// Something is not well: a fault was found, turns are left, or a session is unknown.
+    /// A fault was found, turns are left, or a session is unknown.
     pub const NOT_WELL: u8 = 1;
-    /// The arguments are wrong.
     pub const USAGE: u8 = 64;
-    /// A file that an argument names can't be used.
     pub const FILE: u8 = 66;
-    /// A router or an agent doesn't answer.
     pub const UNREACHABLE: u8 = 69;
     /// An answer can't be understood: the versions differ.
     pub const ANSWER: u8 = 70;
-    /// The output can't be written.
     pub const OUTPUT: u8 = 74;
-    /// The key, token or certificate is refused.
     pub const REFUSED: u8 = 77;
 }
 
-/// Why a command has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The arguments contradict each other or can't be read. The text says what to give.
+    /// The text says what to give.
     #[error("{0}")]
     Usage(String),
-    /// A certificate or token can't be used.
     #[error("can't use a file that an argument names")]
     File(#[from] service::reload::Error),
-    /// The key's file can't be used.
     #[error("can't read the key from {path}: {why}")]
     KeyFile {
-        /// The file.
+        /// The file of the key.
         path: String,
-        /// What is wrong with it.
         why: String,
     },
-    /// No engine was found on this host.
     #[error(
         "no SGLang engine answers on this host; asked were {asked}: start the engine, or name it \
          with --engine"
@@ -48,93 +37,76 @@ pub enum Error {
         /// The ports that were asked, and what answered there.
         asked: String,
     },
-    /// Something else than an engine answers at the URL.
     #[error("{url} is no SGLang engine: {why}; give the engine's own port with --engine")]
     NotAnEngine {
         /// The URL that was called.
         url: String,
-        /// What is wrong with the answer.
         why: String,
     },
-    /// A file that would be written exists.
     #[error("{path} exists; give --force to replace it, or another folder with --out")]
     FileExists {
-        /// The file.
+        /// The file that would be written.
         path: String,
     },
-    /// A file can't be written.
     #[error("can't write {path}; give another folder with --out")]
     FileWrite {
-        /// The file.
         path: String,
-        /// Why.
+        /// Why the file can't be written.
         #[source]
         error: io::Error,
     },
-    /// Nothing answers at the URL.
     #[error("no {who} answers at {url}: {why}; {hint}")]
     Unreachable {
         /// "router", "agent" or "engine".
         who: &'static str,
-        /// The URL that was called.
         url: String,
         /// What the connection failed with.
         why: String,
-        /// What to do.
         hint: &'static str,
     },
-    /// The router, agent or engine wants another key, token or certificate.
     #[error("the {who} refused: {why}")]
     Refused {
         /// "router", "agent" or "engine".
         who: &'static str,
-        /// The reason, in the words of the one who refused.
+        /// The words of the one who refused.
         why: String,
     },
-    /// The router or agent can't do what was asked.
     #[error("the {who} can't do this: {why}")]
     Failed {
         /// "router" or "agent".
         who: &'static str,
-        /// The reason, in the words of the one who was asked.
+        /// The words of the one who was asked.
         why: String,
     },
-    /// The router has no such route.
     #[error(
         "the router at {url}, version {version}, has no {route}; this berth is version {own}: \
              install the same version of both"
     )]
     RouteAbsent {
-        /// The router's URL.
         url: String,
         /// The version that the router says it has.
         version: String,
-        /// The route.
         route: String,
         /// This program's version.
         own: &'static str,
     },
-    /// A port of Berth answers that isn't the one that was meant.
+    /// A port of Berth that isn't the one that was meant.
     #[error("an admin port answers at {url}; give the router's data port with --router")]
     AdminPort {
         /// The URL that was called.
         url: String,
     },
-    /// An answer has another form than expected.
     #[error("the answer of {url} can't be understood: {why}; install the same version of both")]
     Answer {
         /// The URL that was called.
         url: String,
-        /// What is wrong with the answer.
         why: String,
     },
-    /// The output can't be written, or the process can't be set up.
     #[error("can't write the output")]
     Output(#[from] io::Error),
 }
 
 impl Error {
-    /// Returns the exit status of a command that fails so.
     #[must_use]
     pub fn exit_status(&self) -> u8 {
         match self {
@@ -151,14 +123,13 @@ impl Error {
         }
     }
 
-    /// Whether the reader of the output is gone, as with `berth workers | head -1`.
+    /// `berth workers | head -1` closes its pipe.
     #[must_use]
     pub fn is_broken_pipe(&self) -> bool {
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 }
 
-/// Returns an error with its causes, in one line.
 #[must_use]
 pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();

@@ -1,10 +1,4 @@
 //! Plans what `berth init` writes: from the engines of a host to settings and files. Pure.
-//!
-//! `commands::init` finds the engines and writes the files.
-//!
-//! - [`engine`]: what an engine says of itself. [`host`]: the host and its GPUs.
-//! - [`agent`], [`router`]: their settings files.
-//! - [`systemd`], [`helm`]: what starts them.
 
 pub mod agent;
 pub mod engine;
@@ -21,90 +15,70 @@ use self::{
 };
 use crate::{args::Supervisor, text::clean};
 
-/// The agent's default ports, for the first engine. Those of each further one are 10 higher.
+/// The first engine has these ports. The ports of each further one are 10 higher.
 const AGENT_PORTS: [u16; 3] = [31_000, 31_001, 31_002];
-/// The router's default ports.
 const ROUTER_PORTS: [u16; 2] = [8080, 8081];
-/// The most engines of one host. An engine has at least one GPU, and hosts have at most 16.
+/// An engine has at least one GPU, and hosts have at most 16.
 pub const ENGINES_MAX: usize = 16;
-/// The longest id of an agent that the agent takes.
 const WORKER_ID_BYTES_MAX: usize = 128;
-/// The file of the token that routers send to agents.
 pub const TOKEN_FILE: &str = "router-token";
 
-/// What the user wants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wishes {
-    /// What starts the processes.
     pub supervisor: Supervisor,
     /// The host at which routers of other hosts reach the agents. `None`: none do.
     pub address: Option<String>,
     /// Control ports of further agents, for the router.
     pub other_agents: Vec<String>,
-    /// The file of the fleet's token, if there is one.
+    /// The file of the fleet's token.
     pub token_file: Option<PathBuf>,
-    /// The folder to write to, as an absolute path.
+    /// An absolute path.
     pub folder: PathBuf,
 }
 
-/// A file to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutputFile {
     /// Its path in the folder.
     pub name: String,
-    /// What is in it.
     pub content: Content,
 }
 
-/// The content of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
-    /// This text.
     Text(String),
-    /// This text, which is a program.
+    /// The text of a program.
     Script(String),
-    /// A token. It is random, or that of the file that the user named; nobody else may read it.
+    /// Random, or the token of the file that the user named; nobody else may read it.
     Token,
 }
 
-/// An agent beside one engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentPlan {
-    /// Its engine.
     pub engine: FoundEngine,
-    /// The engine's process, as far as it is known.
+    /// `None` if it is unknown.
     pub process: Option<EngineProcess>,
-    /// Its id.
     pub worker_id: String,
-    /// Its settings file.
     pub file: String,
-    /// The instance of its unit, if a host has several agents.
+    /// The instance of the agent's unit, if a host has several agents.
     pub instance: Option<String>,
-    /// Its ports: for data, for control, for admins.
+    /// For data, for control, for admins.
     pub ports: [u16; 3],
-    /// The first port that its engine may take for KV events.
+    /// The first port that the engine may take for KV events.
     pub kv_events_port: u16,
     /// The engine's GPUs, or why they aren't known.
     pub devices: Result<Vec<String>, String>,
 }
 
-/// What to write, and what to tell the user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// The agents, by their engines' ports.
+    /// Sorted by their engines' ports.
     pub agents: Vec<AgentPlan>,
-    /// The files.
     pub files: Vec<OutputFile>,
-    /// What the user should know.
     pub notes: Vec<String>,
-    /// What to do next.
     pub next: Vec<String>,
 }
 
-/// Plans the files for the engines of a host.
-///
-/// # Errors
-/// When the wishes can't be met; the text says what to give.
+/// The error says what to give.
 pub fn plan(
     engines: Vec<(FoundEngine, Option<EngineProcess>)>,
     host: &Host,
@@ -167,7 +141,6 @@ fn plan_agents(
     agents
 }
 
-/// Returns an id that an agent takes: the host's name and the engine's port.
 fn worker_id(host: &str, port: u16) -> String {
     let is_legal = |it: &char| it.is_ascii_alphanumeric() || "._-".contains(*it);
     let name: String = host.chars().filter(is_legal).take(WORKER_ID_BYTES_MAX - 6).collect();
@@ -178,7 +151,7 @@ fn worker_id(host: &str, port: u16) -> String {
 #[derive(Debug)]
 pub struct Paths {
     supervisor: Supervisor,
-    /// The file of the token, if agents need one.
+    /// `None`: agents need no token.
     pub token_file: Option<String>,
 }
 
@@ -193,14 +166,14 @@ impl Paths {
         Self { supervisor: wishes.supervisor, token_file }
     }
 
-    /// Returns the agent's folder of state. `None`: the agent's default.
+    /// `None`: the agent's default.
     #[must_use]
     pub fn state_dir(&self, agent: &AgentPlan) -> Option<String> {
         let is_set = self.supervisor == Supervisor::Systemd;
         is_set.then(|| format!("/var/lib/{}", unit_folder(agent)))
     }
 
-    /// Returns the socket for the shim. `None`: where agent and shim look by default.
+    /// `None`: where agent and shim look by default.
     #[must_use]
     pub fn shim_socket(&self, agent: &AgentPlan) -> Option<String> {
         if self.supervisor == Supervisor::Systemd {
@@ -211,7 +184,7 @@ impl Paths {
     }
 }
 
-/// Returns the folder that systemd makes for a unit, below those for state and for sockets.
+/// systemd makes this folder for a unit, below those for state and for sockets.
 #[must_use]
 pub fn unit_folder(agent: &AgentPlan) -> String {
     match &agent.instance {
@@ -276,7 +249,6 @@ fn next_steps(agents: &[AgentPlan], wishes: &Wishes) -> Vec<String> {
     steps
 }
 
-/// Returns a text as a string of TOML, YAML or JSON.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(clean(text)).to_string()
 }

@@ -1,18 +1,7 @@
 //! The command `berth`: shows a fleet and operates it, for people and for their programs.
 //!
 //! It uses what every operator may use: the router's HTTP API, and the control ports of agents
-//! (gRPC). It shares no code with them but the contract (`proto`) and what all processes of Berth
-//! have (`service`).
-//!
-//! - [`args`]: the command line. [`error`]: why a command fails, and its exit status.
-//! - [`connect`]: clients of routers and agents.
-//! - [`api`]: the router's answers. Pure.
-//! - [`doctor`]: finds what is set wrong, from facts. Pure.
-//! - [`init`]: plans the settings for the engines of a host. Pure.
-//! - [`flags`]: the engine's flags that both name. Pure.
-//! - [`top`]: the picture of `berth top`. Pure.
-//! - [`text`]: tables, numbers and colours. Pure.
-//! - [`commands`]: one module for each command.
+//! (gRPC). It shares no code with them but `proto` and `service`.
 
 pub mod api;
 pub mod args;
@@ -31,7 +20,7 @@ use clap::Parser as _;
 
 use self::{args::Args, commands::Outcome, error::exit};
 
-/// Runs the command that `args` name, the program's name first. Returns the exit status.
+/// `args` begin with the program's name. Returns the exit status.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args = match Args::try_parse_from(args) {
         Ok(args) => args,

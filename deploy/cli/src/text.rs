@@ -1,11 +1,9 @@
 //! Writes numbers, times and foreign texts for people. Pure.
-//!
-//! - [`table`]: tables that fit the terminal. [`style`]: colours, where a terminal shows them.
 
 pub mod style;
 pub mod table;
 
-/// Returns a text of others without what could steer a terminal: control characters, and marks that
+/// Removes from a text of others what could steer a terminal: control characters, and marks that
 /// turn the direction of writing. Clients choose the ids of their sessions.
 #[must_use]
 pub fn clean(text: &str) -> String {
@@ -24,19 +22,19 @@ pub fn clean(text: &str) -> String {
     cleaned
 }
 
-/// Returns a number in at most 5 characters, such as `950`, `12.3k` or `1.20M`.
+/// The text has at most 5 characters, such as `950`, `12.3k` or `1.20M`.
 #[must_use]
 pub fn count(number: u64) -> String {
     scaled(number, 1000, ["", "k", "M", "G", "T"])
 }
 
-/// Returns bytes in at most 8 characters, such as `80.0 GiB`.
+/// The text has at most 8 characters, such as `80.0 GiB`.
 #[must_use]
 pub fn bytes(number: u64) -> String {
     scaled(number, 1024, [" B", " KiB", " MiB", " GiB", " TiB"])
 }
 
-/// Returns a number below `step` with the unit that fits, in three digits, rounded down.
+/// Chooses the unit that fits. The number has three digits, and is rounded down.
 fn scaled(number: u64, step: u64, units: [&str; 5]) -> String {
     if number < step {
         return format!("{number}{}", units[0]);
@@ -56,7 +54,7 @@ fn scaled(number: u64, step: u64, units: [&str; 5]) -> String {
     }
 }
 
-/// Returns a time in at most 6 characters, such as `950ms`, `12.3s`, `4m10s` or `2h05m`.
+/// The text has at most 6 characters, such as `950ms`, `12.3s`, `4m10s` or `2h05m`.
 #[must_use]
 pub fn millis(time_ms: u64) -> String {
     let seconds = time_ms / 1000;
@@ -69,13 +67,11 @@ pub fn millis(time_ms: u64) -> String {
     }
 }
 
-/// Returns a known value, or a dash.
 #[must_use]
 pub fn known<T>(value: Option<T>, write: impl FnOnce(T) -> String) -> String {
     value.map_or_else(|| "-".to_owned(), write)
 }
 
-/// Returns a share in percent, rounded down.
 #[must_use]
 pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 {

@@ -4,33 +4,30 @@
 
 use super::Error;
 
-/// The most ranks of an agent. No engine has nearly as many.
+/// No engine has nearly as many.
 pub const RANKS_MAX: usize = 1024;
-/// The most devices of a rank. An agent that doesn't know which are its rank's names all of its
-/// host, MIG slices too.
+/// An agent that doesn't know which are its rank's names all of its host, MIG slices too.
 pub(super) const DEVICES_MAX: usize = 256;
-/// The most names of models, adapters, versions or functions in one description.
+/// Bounds models, adapters, versions or functions in one description.
 pub(super) const NAMES_MAX: usize = 16 * 1024;
-/// The largest number of tokens or bytes that a worker can have: 16 TiB.
+/// Bounds tokens and bytes: 16 TiB.
 const FIGURE_MAX: u64 = 1 << 44;
-/// The largest number of turns, sessions or rows that a worker can have.
+/// Bounds turns, sessions and rows.
 const TURNS_MAX: u32 = 1 << 24;
 
 pub(super) fn impossible(field: &'static str, value: impl Into<u64>) -> Error {
     Error::Impossible { field, value: value.into() }
 }
 
-/// Rejects a number of tokens or bytes that no worker has. So sums of some of them are right.
+/// With this bound, sums of some figures don't overflow.
 pub(super) fn check_figure(field: &'static str, value: u64) -> Result<(), Error> {
     if value > FIGURE_MAX { Err(impossible(field, value)) } else { Ok(()) }
 }
 
-/// Rejects a number of turns, sessions or rows that no worker has.
 pub(super) fn check_turns(field: &'static str, value: u32) -> Result<(), Error> {
     if value > TURNS_MAX { Err(impossible(field, value)) } else { Ok(()) }
 }
 
-/// Rejects a list that is longer than any agent's.
 pub(super) fn check_length(
     field: &'static str,
     length: usize,
@@ -39,8 +36,8 @@ pub(super) fn check_length(
     if length > length_max { Err(impossible(field, length as u64)) } else { Ok(()) }
 }
 
-/// Checks that there is at least one rank, and at most [`RANKS_MAX`], numbered 0, 1, 2 and so on.
-/// Code that reads a report uses a rank's number as the rank's index in the list.
+/// Ranks must be numbered 0, 1, 2 and so on: code that reads a report uses a rank's number as its
+/// index.
 pub(super) fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     let mut count = 0_u32;
     for rank in ranks {

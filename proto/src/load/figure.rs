@@ -4,7 +4,6 @@ use serde::Serialize;
 
 use super::{Device, RankLoad};
 
-/// The origin of a [`Figure`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -18,37 +17,31 @@ pub enum Source {
     Ledger,
     /// An upper bound of the KV that may still be in the radix tree.
     Estimate,
-    /// The shim: the agent's code inside the engine's process.
     Shim,
     /// The GPU's driver.
     Nvml,
 }
 
-/// A number with its source, and its age when the message was sent. The name of the field that
-/// holds the figure contains the unit.
+/// The name of the field that holds the figure contains the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figure {
-    /// The number.
     pub value: u64,
-    /// The origin of the number.
     pub source: Source,
-    /// Milliseconds between sampling and sending, by the agent's monotonic clock.
+    /// The time between sampling and sending, by the agent's monotonic clock.
     pub age_ms: u32,
 }
 
-/// A part of a whole, with the source and age of the figure from which it is computed.
+/// Has the source and age of the figure from which it is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Ratio {
     /// 0 to 1.
     pub value: f64,
-    /// The origin of the part.
     pub source: Source,
-    /// See [`Figure::age_ms`].
     pub age_ms: u32,
 }
 
 impl Ratio {
-    /// Returns `part` of `whole`. `None` if the whole is nothing.
+    /// `None` if the whole is nothing.
     #[expect(clippy::cast_precision_loss, reason = "figures are below 2^53")]
     fn new(part: Figure, whole: Figure) -> Option<Self> {
         let value = part.value.min(whole.value) as f64 / whole.value as f64;
@@ -58,8 +51,8 @@ impl Ratio {
 }
 
 impl RankLoad {
-    /// Returns the part of the KV pool that is not free: KV that is held, and cached KV that
-    /// eviction can free. `None` without the shim, because nobody else knows what is free.
+    /// Counts KV that is held, and cached KV that eviction can free. `None` without the shim,
+    /// because nobody else knows what is free.
     #[must_use]
     pub fn kv_physical_usage(&self) -> Option<Ratio> {
         let (free, total) = (self.pool_available_tokens?, self.pool_total_tokens?);
@@ -69,8 +62,7 @@ impl RankLoad {
 }
 
 impl Device {
-    /// Returns the part of the rank's pool on this device that is not free. It is the rank's: each
-    /// device has its share of the KV of each token.
+    /// The share is the rank's: each device has its share of the KV of each token.
     #[must_use]
     pub fn kv_physical_usage(&self) -> Option<Ratio> {
         Ratio::new(self.kv_used_bytes?, self.kv_pool_bytes?)

@@ -1,35 +1,30 @@
 //! The result of a page audit: how many pages of one rank's KV pool each kind of owner holds.
 //!
-//! An audit counts every page of the pool and looks for faults, such as a page with two owners. An
-//! owner is the free list, the radix tree, or a turn or session (which *holds* pages). The shim,
-//! the agent's part inside the engine, makes the audit. The agent's `audit` turns the shim's answer
-//! into a [`PageAudit`] and reports it to routers. Nothing is audited here. Conversion from the
-//! wire rejects figures that contradict each other.
+//! An owner is the free list, the radix tree, or a turn or session (which *holds* pages).
+//! Conversion from the wire rejects figures that contradict each other.
 
 use serde::Serialize;
 
 use super::Error;
 use crate::v1;
 
-/// The totals of one audit, in pages unless a field says otherwise.
+/// Counts pages unless a field says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageAudit {
-    /// Milliseconds between the audit and the sending of this message.
+    /// The time between the audit and the sending of this message.
     pub age_ms: u32,
-    /// Pages of the pool, without the padding page.
+    /// Doesn't count the padding page.
     pub pages: u64,
-    /// Distinct pages held by turns and sessions.
+    /// Distinct pages of turns and sessions.
     pub held_pages: u64,
-    /// Number of request rows that changed while the audit read them. The audit doesn't count the
-    /// pages of these rows. A request row is the engine's list of the pages of one turn or session.
+    /// Request rows that changed while the audit read them. The audit doesn't count their pages.
     pub rows_moved: u32,
-    /// Number of stretches of free pages with consecutive numbers; 1 if free pages aren't
-    /// fragmented.
+    /// Stretches of free pages with consecutive numbers; 1 if free pages aren't fragmented.
     pub free_runs: Option<u64>,
-    /// The number of pages of each kind of owner; absent if rows changed during the audit.
+    /// Absent if rows changed during the audit.
     pub classes: Option<PageClasses>,
-    /// Number of sealed pages whose contents were compared with their contents at an earlier audit.
-    /// A sealed page is full, and its contents must not change.
+    /// Sealed pages whose contents were compared with those at an earlier audit. A sealed page is
+    /// full, and its contents must not change.
     pub compared_pages: u64,
     /// One entry for each kind of fault that this audit looked for, with or without faults. A kind
     /// that could not be checked has no entry.
@@ -37,52 +32,49 @@ pub struct PageAudit {
 }
 
 impl PageAudit {
-    /// Returns the findings with at least one fault. A sound engine has none.
+    /// A sound engine has none.
     pub fn faults(&self) -> impl Iterator<Item = &PageFinding> {
         self.findings.iter().filter(|finding| finding.count > 0)
     }
 }
 
-/// All pages of the pool, counted by owner. The sum of the counts is the size of the pool.
+/// The sum of the counts is the size of the pool.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct PageClasses {
     /// Pages that are only in the free list.
     pub free: u64,
-    /// Pages that turns or sessions hold and that are not in the radix tree.
+    /// Pages of turns or sessions that are not in the radix tree.
     pub private: u64,
     /// Pages that are only in the radix tree.
     pub cached: u64,
-    /// Pages that are in the radix tree and that a turn or session holds.
+    /// Pages of the radix tree that a turn or session holds.
     pub cached_in_use: u64,
-    /// Pages without an owner. Always 0 in a sound engine.
+    /// A sound engine has none.
     pub leaked: u64,
-    /// Pages that are in the free list and have another owner too. Always 0 in a sound engine.
+    /// Pages in the free list with another owner too. A sound engine has none.
     pub corrupt: u64,
 }
 
-/// The faults of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageFinding {
     /// `aliased`, `leaked`, `double_free`, `changed` or another kind.
     pub kind: String,
-    /// Number of faults.
     pub count: u64,
     /// The first few faults in detail; empty in a load report.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub named: Vec<NamedFinding>,
 }
 
-/// One fault in detail.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NamedFinding {
     /// The number of the faulty page. If an entry of a list is faulty instead: the entry's index in
     /// its request row, or the entry's value in the free list or the radix tree.
     pub at: i64,
-    /// The engine's ids of the sessions concerned. An empty string is a turn without a session.
+    /// The engine's ids. An empty string is a turn without a session.
     pub sessions: Vec<String>,
 }
 
-/// The most kinds of faults in one audit. There are fewer than ten.
+/// There are fewer than ten kinds of faults.
 const FINDINGS_MAX: u64 = 64;
 
 fn check_at_most(field: &'static str, part: u64, whole: u64) -> Result<(), Error> {

@@ -5,22 +5,19 @@ use serde::{Deserialize, Serialize};
 use super::{Error, Retention};
 use crate::v1;
 
-/// Hash and size of the files with which an engine turns text and messages into tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct ModelFiles {
-    /// SHA-256 over the files: equal on every agent that has the same files.
+    /// The SHA-256 is equal on every agent that has the same files.
     pub hash: [u8; 32],
-    /// Size of all files together, bytes.
+    /// The size of all files together.
     pub bytes: u64,
 }
 
-/// A function of the shim that is off. The shim is the agent's code inside the engine's process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct FunctionOff {
-    /// Name of the function: `reports`, `demotion`, `audit`, `republishing`, `guarding` or
-    /// `trimming`.
+    /// `reports`, `demotion`, `audit`, `republishing`, `guarding` or `trimming`.
     pub function: String,
-    /// Why it is off, for an operator: the engine lacks a part, or its configuration rules it out.
+    /// For an operator: the engine lacks a part, or its configuration rules the function out.
     pub reason: String,
 }
 
@@ -36,13 +33,10 @@ impl From<FunctionOff> for v1::FunctionOff {
     }
 }
 
-/// A retention that an engine doesn't offer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RetentionOff {
-    /// The retention.
     pub retention: Retention,
-    /// Why it is not offered, for an operator: a flag that is missing, or one beside which the
-    /// retention is unsafe.
+    /// Tells an operator which flag is missing, or beside which the retention is unsafe.
     pub reason: String,
 }
 

@@ -1,49 +1,43 @@
 //! How an engine in prefill or decode mode hands over KV, as its agent describes it.
 //!
-//! Prefill/decode disaggregation splits a turn (one request and its answer) between two engines.
 //! The *prefill* engine computes the prompt's KV, the *decode* engine takes the KV and generates
-//! the answer. Both find each other through the prefill engine's *bootstrap server*. The router's
-//! `fleet` decides by these values which engines form a pair.
+//! the answer. Both find each other through the prefill engine's *bootstrap server*.
 
 use serde::Serialize;
 
 use super::{EngineFacts, Error};
 use crate::v1;
 
-/// Which part of a turn an engine runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineRole {
-    /// Whole turns.
     Aggregated,
-    /// Prompts. It hands their KV to a decode engine.
+    /// Computes prompts, and hands their KV to a decode engine.
     Prefill,
-    /// Answers. It takes the prompt's KV from a prefill engine.
+    /// Generates answers. It takes the prompt's KV from a prefill engine.
     Decode,
 }
 
-/// How an engine in prefill or decode mode hands over the KV of a prompt, or takes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KvTransfer {
-    /// Host at which decode engines reach the bootstrap server. `None`: the host at which the
-    /// router reaches the agent.
+    /// Decode engines reach the bootstrap server there. `None`: the host at which the router
+    /// reaches the agent.
     pub bootstrap_host: Option<String>,
-    /// Port of the bootstrap server, which only a prefill engine has.
+    /// Only a prefill engine has a bootstrap server.
     pub bootstrap_port: u16,
-    /// Name of the transfer backend, such as `mooncake`.
+    /// Such as `mooncake`.
     pub backend: String,
-    /// Data type of the KV cache, as the engine's flag names it.
+    /// Named as in the engine's flag.
     pub kv_dtype: String,
-    /// Number of tensor parallel ranks; never 0.
+    /// Never 0.
     pub tp_size: u32,
     /// Whether a decode engine keeps a radix cache, and so takes only the KV that it lacks.
     pub decode_cache: bool,
-    /// Bytes of KV per token, on all devices of a rank together.
+    /// Counts all devices of a rank together.
     pub kv_bytes_per_token: Option<u64>,
 }
 
 impl EngineFacts {
-    /// Returns which part of a turn the engine runs.
     #[must_use]
     pub fn role(&self) -> EngineRole {
         match self.disaggregation.as_str() {
@@ -55,7 +49,7 @@ impl EngineFacts {
 }
 
 impl EngineRole {
-    /// Returns the name used in JSON and in messages.
+    /// JSON and messages have this name.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

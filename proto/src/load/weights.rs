@@ -1,8 +1,7 @@
 //! Names the weights that a worker's engine has, and those that a client asks for.
 //!
-//! A trainer replaces an engine's weights while it runs. A group of samples should come from the
-//! same weights, so an answer names its weights in the header [`WEIGHTS`], and a request may ask
-//! for some in the same header. The agent counts the changes; the label is the engine's.
+//! A group of samples should come from the same weights, so an answer names its weights in the
+//! header [`WEIGHTS`], and a request may ask for some in the same header.
 
 use std::fmt;
 
@@ -11,36 +10,33 @@ use serde::Serialize;
 
 use crate::id;
 
-/// On an answer: the weights that it began with. On a request: the weights to place it on.
+/// An answer names the weights that it began with, a request those to place it on.
 pub const WEIGHTS: HeaderName = HeaderName::from_static("x-berth-weights");
 
-/// The most bytes of a label.
 const LABEL_BYTES_MAX: usize = 64;
 
-/// The weights of one engine. As text: the epoch, or `epoch/label`.
+/// The text is the epoch, or `epoch/label`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Weights {
-    /// The weights epoch: counts the changes that the agent has seen, from 1.
+    /// Counts the changes that the agent has seen, from 1.
     pub epoch: u64,
     /// The engine's `weight_version`; empty if it has none.
     pub label: String,
 }
 
-/// The weights that a request asks for. As text: `epoch`, `epoch/label` or `/label`.
+/// The text is `epoch`, `epoch/label` or `/label`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedWeights {
     epoch: Option<u64>,
     label: Option<String>,
 }
 
-/// A text that names no weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{WEIGHTS} names no weights: send `EPOCH`, `EPOCH/LABEL` or `/LABEL`")]
 pub struct InvalidWeights;
 
 impl Weights {
-    /// Returns weights with the engine's `version` as label. A version that doesn't fit into a
-    /// header gets its digest as label.
+    /// A version that doesn't fit into a header gets its digest as label.
     #[must_use]
     pub fn new(epoch: u64, version: &str) -> Self {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._:+-".contains(&byte);
@@ -60,10 +56,6 @@ impl fmt::Display for Weights {
 }
 
 impl WantedWeights {
-    /// Reads the value of the header [`WEIGHTS`].
-    ///
-    /// # Errors
-    /// When the text names no weights.
     pub fn parse(text: &str) -> Result<Self, InvalidWeights> {
         let (epoch, label) = match text.trim().split_once('/') {
             Some((epoch, label)) => (epoch, Some(label.to_owned())),
@@ -80,7 +72,6 @@ impl WantedWeights {
         Ok(Self { epoch, label })
     }
 
-    /// Whether these weights are the wanted ones.
     #[must_use]
     pub fn matches(&self, weights: &Weights) -> bool {
         self.epoch.is_none_or(|epoch| epoch == weights.epoch)

@@ -1,10 +1,7 @@
 //! Converts an agent's reports between the domain types of `load` and the wire format.
 //!
-//! `TryFrom` reads a message and rejects impossible values, such as a part that is larger than its
-//! whole. `From` writes a message and can't fail. The agent's `control_port` writes, and the
-//! router's `fleet` reads. The types and the meaning of their fields are in `load.rs`. The child
-//! `device` converts devices, and `figure` converts figures and ratios; page audits are converted
-//! in `load/pages.rs`.
+//! `TryFrom` rejects impossible values, such as a part that is larger than its whole. `From` can't
+//! fail.
 
 mod device;
 mod figure;
@@ -25,8 +22,7 @@ use super::{
 };
 use crate::{id::Digest, v1};
 
-/// Implements the conversions between a domain enum and its wire enum. Variants with the same name
-/// match. `$field` is the name in error messages.
+/// Variants with the same name match. `$field` is the name in error messages.
 macro_rules! wire_enum {
     ($domain:ident, $field:literal, $($variant:ident),+) => {
         impl From<$domain> for v1::$domain {
@@ -36,10 +32,7 @@ macro_rules! wire_enum {
         }
 
         impl $domain {
-            /// Reads the enum's wire number.
-            ///
-            /// # Errors
-            /// When the number is unspecified or unknown.
+            /// Fails if the number is unspecified or unknown.
             pub fn from_wire(value: i32) -> Result<Self, Error> {
                 match v1::$domain::try_from(value) {
                     $(Ok(v1::$domain::$variant) => Ok(Self::$variant),)+
@@ -47,7 +40,6 @@ macro_rules! wire_enum {
                 }
             }
 
-            /// Returns the enum's wire number.
             #[must_use]
             pub fn to_wire(self) -> i32 {
                 v1::$domain::from(self) as i32
@@ -170,8 +162,8 @@ impl From<ModelFiles> for v1::ModelFiles {
     }
 }
 
-/// Reads an address, which is absent if it is empty. An address is a host and a port, after a
-/// scheme if `separator` isn't empty.
+/// An empty address is absent. Others are a host and a port, after a scheme if there is a
+/// `separator`.
 fn read_address(
     field: &'static str,
     value: String,
@@ -393,7 +385,6 @@ impl TryFrom<v1::RankLoad> for RankLoad {
     }
 }
 
-/// Rejects a part that is larger than its whole, if both are known.
 fn check_at_most(
     field: &'static str,
     part: Option<Figure>,

@@ -1,8 +1,6 @@
 //! Gets the public keys of a token issuer, from a file or a URL, and keeps them up to date.
 //!
-//! A file is followed by `reload`. A URL is read every few minutes, and when a token has an
-//! unknown key id, but for that at most once a minute: clients can invent ids. If the issuer can't
-//! be read, the last good keys stay in force. `jwt` checks tokens with the keys.
+//! If the issuer can't be read, the last good keys stay in force.
 
 mod fetch;
 
@@ -31,46 +29,39 @@ use self::fetch::Fetcher;
 use super::jwt::Jwks;
 use crate::config::jwt::{JwksSource, JwtTable};
 
-/// The time between two readings of a URL. Issuers publish a new key hours before they use it.
+/// Issuers publish a new key hours before they use it.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(300);
-/// The time between two readings while there are no keys yet.
+/// The interval while there are no keys yet.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// The time between two readings because of unknown key ids.
+/// A token with an unknown key id causes a reading at most this often: clients can invent ids.
 const UNKNOWN_KEY_INTERVAL: Duration = Duration::from_secs(60);
-/// The longest wait of a request for a reading. A reading takes at most [`fetch::FETCH_TIME_MAX`].
+/// The longest wait of a request for a reading.
 const WAIT_MAX: Duration = fetch::FETCH_TIME_MAX;
 
-/// Why the issuer's keys can't be followed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file of keys can't be used.
     #[error("auth.jwt.jwks: {0}; name a JWKS")]
     File(#[from] reload::Error),
-    /// The client for the URL can't be made.
     #[error("auth.jwt: {0}")]
     Client(String),
 }
 
-/// The issuer's keys in force.
 #[derive(Debug)]
 pub struct JwksStore(Keys);
 
-/// The keys, by where they come from.
 #[derive(Debug)]
 enum Keys {
     File(Reloaded<Jwks>),
     Url(Arc<UrlKeys>),
 }
 
-/// The keys of a URL.
 #[derive(Debug)]
 struct UrlKeys {
     /// `None` before the first good reading.
     keys: ArcSwapOption<Jwks>,
-    /// Counts the readings that have ended, well or not.
+    /// Counts readings that have ended, well or not.
     readings: watch::Sender<u64>,
     refresh_gate: Mutex<RefreshGate>,
-    /// Wakes the task that reads the URL.
     wake: Notify,
     reloads: Family<ResultLabel, Counter>,
 }
@@ -87,19 +78,15 @@ struct RefreshGate {
     last: Option<(Instant, u64)>,
 }
 
-/// What a request for a reading leads to.
 #[derive(Debug, PartialEq, Eq)]
 enum Asked {
-    /// A reading begins.
     New,
     /// A reading that was asked for earlier hasn't ended.
     Pending,
-    /// The last reading is too recent.
     TooSoon,
 }
 
 impl RefreshGate {
-    /// Asks for a reading at `now`, when `ended` readings have ended.
     fn ask(&mut self, now: Instant, ended: u64) -> Asked {
         match self.last {
             Some((_, before)) if before == ended => Asked::Pending,
@@ -115,10 +102,7 @@ impl RefreshGate {
 }
 
 impl JwksStore {
-    /// Starts to follow the issuer's keys. Keys of a URL are not there yet when this returns.
-    ///
-    /// # Errors
-    /// When the file can't be used, or the client for the URL can't be made.
+    /// Keys of a URL are not there yet when this returns.
     pub fn start(
         settings: &JwtTable,
         registry: &mut Registry,
@@ -144,7 +128,7 @@ impl JwksStore {
         Ok(Self(Keys::Url(url_keys)))
     }
 
-    /// Returns the keys in force, or `None` before the first good reading.
+    /// `None` before the first good reading.
     #[must_use]
     pub fn keys(&self) -> Option<Arc<Jwks>> {
         match &self.0 {
@@ -154,8 +138,8 @@ impl JwksStore {
     }
 
     /// Reads the keys again because a token's key is unknown, and waits for it. Returns whether the
-    /// keys may have changed. Does nothing if the last reading for this reason is recent, or if the
-    /// keys are in a file, which is read all the time.
+    /// keys may have changed: not if the last such reading is recent, nor for a file, which is read
+    /// all the time.
     pub async fn refresh(&self) -> bool {
         match &self.0 {
             Keys::File(_) => false,
@@ -198,7 +182,6 @@ impl UrlKeys {
         }
     }
 
-    /// Puts good keys in force.
     fn replace(&self, keys: Result<Jwks, String>) {
         let result = match keys {
             Ok(keys) => {

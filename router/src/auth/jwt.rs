@@ -1,11 +1,7 @@
-//! Checks tokens (JWT) of an identity provider, and makes callers of their claims.
+//! Checks tokens (JWT) of an identity provider, and makes callers of their claims. No I/O.
 //!
-//! A token is signed by one of the issuer's keys ([`Jwks`]). It says for whom it is, until when it
-//! is valid, and who its owner is. The library `jsonwebtoken` checks signature and times; this
-//! module chooses the key, limits the algorithms, and reads the claims. The principal of a token
-//! begins with `jwt:`, so it can't be the name of a key.
-//!
-//! This module does no I/O. `jwks` gets the issuer's keys.
+//! The library `jsonwebtoken` checks signature and times; this module chooses the key, limits the
+//! algorithms, and reads the claims.
 
 mod ring_provider;
 
@@ -22,62 +18,49 @@ use service::auth::keys::KeyLimits;
 use super::Caller;
 use crate::config::jwt::{JwtAlgorithm, JwtTable};
 
-/// The most keys of an issuer. Issuers have two or three, and a few more while they change them.
+/// Issuers have two or three, and a few more while they change them.
 const KEYS_MAX: usize = 64;
-/// The beginning of the principals of tokens. No name of a key has a colon.
+/// The beginning of a token's principal. No name of a key has a colon, so it can't be one.
 const PRINCIPAL_PREFIX: &str = "jwt:";
-/// The longest name of a client in a token, in bytes. A principal has at most 128.
+/// A principal has at most 128 bytes.
 const NAME_BYTES_MAX: usize = 124;
 
-/// Why a token is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The token isn't a JWT.
     #[error("the token is malformed")]
     Malformed,
-    /// No key of the issuer has the token's key id.
     #[error("the token's signing key is unknown")]
     UnknownKey,
     /// The algorithm isn't accepted, or doesn't fit the key.
     #[error("the token's algorithm is not accepted")]
     Algorithm,
-    /// The signature is wrong.
     #[error("the token's signature is wrong")]
     Signature,
-    /// The token's time is over.
     #[error("the token has expired")]
     Expired,
-    /// The token isn't valid yet.
     #[error("the token is not valid yet")]
     NotYetValid,
-    /// The token is another issuer's, or is for another audience.
     #[error("the token is of another issuer or for another audience")]
     Foreign,
-    /// A claim is absent or can't be used.
     #[error("the token's claim {0} is absent or has a wrong form")]
     Claim(String),
 }
 
-/// The public keys of an issuer.
 #[derive(Debug)]
 pub struct Jwks {
     keys: Vec<IssuerKey>,
 }
 
-/// One public key.
 #[derive(Debug)]
 struct IssuerKey {
     id: Option<String>,
     key: DecodingKey,
-    /// The algorithm for which the key is made; `None`: any of its family.
+    /// `None` allows any of the key's family.
     algorithm: Option<Algorithm>,
 }
 
 impl Jwks {
-    /// Reads the JSON of an issuer's keys. Keys that can't verify signatures are left out.
-    ///
-    /// # Errors
-    /// When the text isn't a list of keys, or none of them can be used.
+    /// Leaves out keys that can't verify signatures.
     pub fn parse(json: &[u8]) -> Result<Self, String> {
         #[derive(serde::Deserialize)]
         struct Document {
@@ -92,7 +75,7 @@ impl Jwks {
         if keys.is_empty() { Err("no key that can be used".to_owned()) } else { Ok(Self { keys }) }
     }
 
-    /// Returns the key with this id. A token without an id is only clear if there is one key.
+    /// A token without an id is only clear if there is one key.
     fn find(&self, id: Option<&str>) -> Option<&IssuerKey> {
         match id {
             Some(id) => self.keys.iter().find(|key| key.id.as_deref() == Some(id)),
@@ -119,7 +102,6 @@ impl IssuerKey {
     }
 }
 
-/// Checks tokens by the settings.
 #[derive(Debug)]
 pub struct TokenChecker {
     settings: JwtTable,
@@ -127,7 +109,7 @@ pub struct TokenChecker {
 }
 
 impl TokenChecker {
-    /// Makes a checker. The settings must be valid.
+    /// The settings must be valid.
     #[must_use]
     pub fn new(settings: JwtTable) -> Self {
         ring_provider::install();
@@ -135,16 +117,12 @@ impl TokenChecker {
         Self { settings, algorithms }
     }
 
-    /// Whether a credential has the form of a token: three parts with dots between them.
+    /// A token has three parts with dots between them.
     #[must_use]
     pub fn is_token(credential: &[u8]) -> bool {
         credential.iter().filter(|byte| **byte == b'.').count() == 2
     }
 
-    /// Returns the caller of a token.
-    ///
-    /// # Errors
-    /// When the token isn't valid.
     pub fn check(&self, token: &[u8], issuer_keys: &Jwks) -> Result<Caller, Error> {
         let header = decode_header(token).map_err(|_| Error::Malformed)?;
         // A critical extension must be understood, and none is.
@@ -171,7 +149,6 @@ impl TokenChecker {
         self.caller(&token.claims)
     }
 
-    /// Makes the caller of a valid token.
     fn caller(&self, claims: &Map<String, Value>) -> Result<Caller, Error> {
         let settings = &self.settings;
         let wrong_claim = |name: &str| Error::Claim(name.to_owned());
@@ -206,8 +183,8 @@ impl TokenChecker {
     }
 }
 
-/// Returns a claim: by its name, or by its JSON pointer if `name` begins with a slash. An empty
-/// name is a setting that is not set: no claim, although a token may have one with that name.
+/// `name` is a claim's name, or its JSON pointer if it begins with a slash. An empty name is a
+/// setting that is not set: no claim, although a token may have one with that name.
 fn claim<'a>(claims: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
     if name.is_empty() {
         return None;

@@ -1,6 +1,4 @@
 //! Has agents hold the claims: the places of a fleet that has no store.
-//!
-//! `arbiters` says which agents to ask about a session.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -11,7 +9,6 @@ use tokio::time::timeout;
 use super::store::Error;
 use crate::fleet::{control::ControlClients, snapshot::Snapshot};
 
-/// Asks agents for claims.
 #[derive(Debug)]
 pub(super) struct AgentStore {
     control_clients: Arc<ControlClients>,
@@ -24,12 +21,10 @@ impl AgentStore {
         Self { control_clients, suspects: Mutex::default() }
     }
 
-    /// Whether an agent answered the last question.
     pub(super) fn is_trusted(&self, agent_id: &str) -> bool {
         !self.suspects.lock().contains(agent_id)
     }
 
-    /// Remembers whether an agent answered. Agents that left the fleet are forgotten.
     pub(super) fn record(&self, agent_id: &str, has_answered: bool, view: &Snapshot) {
         let mut suspects = self.suspects.lock();
         if has_answered {
@@ -39,10 +34,7 @@ impl AgentStore {
         }
     }
 
-    /// Asks the agent in a slot.
-    ///
-    /// # Errors
-    /// If it gives no claim in this time. It may have recorded the claim all the same.
+    /// At an error, the agent may have recorded the claim all the same.
     pub(super) async fn claim(
         &self,
         agent: usize,

@@ -32,38 +32,32 @@ use crate::fleet::{snapshot::Snapshot, worker::WorkerRef};
 /// or that can't take it. Each time, another router was faster.
 const TRIES_MAX: usize = 3;
 
-/// A place that holds claims.
 #[async_trait]
 pub(super) trait ClaimPlace: fmt::Debug + Send + Sync {
     /// Makes, renews or replaces a claim, or returns the one that holds. `None` if the place gave
-    /// no claim in time. It may have recorded the claim all the same.
+    /// none in time; it may have recorded the claim all the same.
     async fn ask(&self, request: ClaimRequest) -> Option<PlacementClaim>;
 }
 
-/// The places to ask about one session.
 #[derive(Debug)]
 pub(super) struct Agreement<'a> {
-    /// In the order in which every router asks them.
+    /// Every router asks them in this order.
     pub(super) places: &'a [Box<dyn ClaimPlace + 'a>],
-    /// How many of them have to answer.
+    /// So many places have to answer.
     pub(super) needed: usize,
-    /// How long a claim lives.
     pub(super) ttl: Duration,
 }
 
-/// What routers agree on.
 #[derive(Debug)]
 pub(super) struct Agreed {
     pub(super) worker: WorkerRef,
     /// The claim's generation at the first place that answered.
     pub(super) generation: u64,
-    /// The snapshot in which the worker was found.
     pub(super) view: Arc<Snapshot>,
 }
 
 impl Agreement<'_> {
-    /// Claims the worker of a wish, or learns which one another router has claimed. `None` if no
-    /// place gives a claim.
+    /// `None` if no place gives a claim.
     pub(super) async fn settle(
         &self,
         wish: &Wish,
@@ -86,7 +80,6 @@ impl Agreement<'_> {
         agreed
     }
 
-    /// Asks one place until its claim names a worker that can take the session.
     async fn settle_at(
         &self,
         place: &dyn ClaimPlace,
@@ -111,8 +104,8 @@ impl Agreement<'_> {
         None
     }
 
-    /// Extends the life of the claims on a worker. Returns the generation at the first place that
-    /// answered. `None` if it names another worker, or if no place gives a claim.
+    /// Returns the generation at the first place that answered. `None` if it names another worker,
+    /// or if no place gives a claim.
     pub(super) async fn renew(
         &self,
         key: ClaimKey,
@@ -143,16 +136,13 @@ impl Agreement<'_> {
     }
 }
 
-/// What to do with the claim that holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// The session's turns go to this worker.
     Holds(WorkerRef),
     /// The claim names a worker that the session leaves or that can't take it.
     Replace,
 }
 
-/// Judges the claim that holds after a request for `wanted`. Pure.
 fn judge(
     claim: &PlacementClaim,
     wanted: WorkerRef,

@@ -1,19 +1,18 @@
 //! Chooses which agents hold the claim of a session. Pure.
 //!
-//! Every router must ask the same agent about one session, without asking other routers. By
-//! *rendezvous hashing* each live agent gets a weight for the session, and the heaviest is the
-//! session's *arbiter*. If an agent leaves, only its own sessions get another arbiter: the next
-//! heaviest. Routers that see the same agents get the same order, however they number the agents.
+//! Every router must ask the same agent about one session, without asking other routers. So
+//! *rendezvous hashing* orders the agents, however a router numbers them. If an agent leaves, only
+//! its own sessions get another *arbiter*: the next heaviest.
 
 use proto::placement_claim::ClaimKey;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::fleet::{membership::Phase, snapshot::Snapshot};
 
-/// How many agents are asked at most. Two have to answer, and two more hardly fail at once.
+/// Two have to answer, and two more hardly fail at once.
 pub(super) const ARBITERS_MAX: usize = 4;
 
-/// Returns the indexes of the agents to ask about a session, best first.
+/// The best is first.
 pub(super) fn arbiters(key: ClaimKey, view: &Snapshot) -> Vec<usize> {
     let live = view.agents.iter().enumerate().filter(|(_, agent)| {
         // An agent that drains or leaves will be gone soon, and its claims with it.
@@ -26,7 +25,7 @@ pub(super) fn arbiters(key: ClaimKey, view: &Snapshot) -> Vec<usize> {
     weighed.into_iter().map(|(.., index)| index).collect()
 }
 
-/// Returns an agent's weight for a session. Routers of all versions must compute the same.
+/// Routers of all versions must compute the same.
 fn weight(key: ClaimKey, agent_id: &str) -> u64 {
     let [first, second] = [&key.0[..8], &key.0[8..]]
         .map(|half| u64::from_le_bytes(half.try_into().expect("a half has eight bytes")));

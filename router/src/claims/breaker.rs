@@ -1,37 +1,32 @@
 //! A circuit breaker: says when a store that failed may be asked again. Pure.
 //!
-//! Without it, each first turn would wait for the deadline of a store that is down. After a few
-//! failures in a row the breaker *opens*, and the store isn't asked. After a pause, one call at a
-//! time may try it, and its success closes the breaker.
+//! Without it, each first turn would wait for the deadline of a store that is down.
 
 use std::time::{Duration, Instant};
 
-/// How many failures in a row open the breaker. One slow answer among many opens nothing.
+/// Failures in a row that open the breaker. One slow answer among many opens nothing.
 const FAILURES_MAX: u32 = 3;
 /// How long an open breaker lets nothing pass. A store that is back is used again after this time.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The state of one store.
 #[derive(Debug, Default)]
 pub(super) struct Breaker {
-    /// Failures since the last success, at most [`FAILURES_MAX`].
+    /// Counts failures since the last success, up to [`FAILURES_MAX`].
     failures: u32,
     /// When the next call may try the store. Set while the breaker is open.
     retry_at: Option<Instant>,
 }
 
-/// A change that an operator wants to hear of.
+/// An operator wants to hear of these changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Change {
-    /// The store is no longer asked.
     Opened,
-    /// The store answers again.
     Closed,
 }
 
 impl Breaker {
-    /// Returns whether the store is trusted to answer: it did the last time. `None` if it must not
-    /// be asked now. If the breaker is open, one call per pause may ask.
+    /// Returns whether the store is trusted to answer: it did the last time. `None`: it must not be
+    /// asked now.
     pub(super) fn try_pass(&mut self, now: Instant) -> Option<bool> {
         match self.retry_at {
             None => Some(self.failures == 0),
@@ -43,7 +38,6 @@ impl Breaker {
         }
     }
 
-    /// Records that the store answered, or failed.
     pub(super) fn record(&mut self, is_success: bool, now: Instant) -> Option<Change> {
         if is_success {
             self.failures = 0;

@@ -1,8 +1,7 @@
 //! Keeps a connection to a store of the operator's.
 //!
-//! Claims never wait for a connection. A task makes one ahead of them, and makes the next one when
-//! a claim has failed or the connection gets old. Until then, claims use the old connection: a
-//! store that is slow to make another may still answer on it.
+//! Claims never wait for a connection. A task makes one ahead of them. Until it has the next one,
+//! claims use the old one: a store that is slow to make another may still answer on it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,30 +12,22 @@ use tonic::async_trait;
 
 use super::store::Error;
 
-/// Time for making a connection, with all that a store asks for before it takes claims.
+/// Includes all that a store asks for before it takes claims.
 pub(super) const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// How long a connection is kept at least. A store that is only slow fails claims on every
 /// connection, and making more would keep it busy.
 const AGE_MIN: Duration = Duration::from_secs(1);
 
-/// Makes connections to one kind of store.
 #[async_trait]
 pub(super) trait Connect: Send {
-    /// What claims are sent on.
     type Connection: Send + Sync;
 
-    /// Makes a connection to the server at `url`.
-    ///
-    /// # Errors
-    /// If the server can't be reached, or refuses the user.
     async fn connect(&self, url: &str) -> Result<Self::Connection, Error>;
 }
 
-/// The connection that claims use.
 #[derive(Debug)]
 pub(super) struct Current<C> {
     connection: ArcSwapOption<C>,
-    /// Wakes the task that makes connections.
     is_broken: Notify,
 }
 
@@ -47,22 +38,17 @@ impl<C> Default for Current<C> {
 }
 
 impl<C> Current<C> {
-    /// Returns the connection.
-    ///
-    /// # Errors
-    /// If there has been none yet.
     pub(super) fn get(&self) -> Result<Arc<C>, Error> {
         self.connection.load_full().ok_or(Error::NotConnected)
     }
 
-    /// Asks for another connection, because a claim has failed on this one.
     pub(super) fn report_failure(&self) {
         self.is_broken.notify_one();
     }
 }
 
-/// Makes connections forever. Asks the servers in turn, after each failure the next. A connection
-/// gets a successor after `age_max`, or soon after a failure.
+/// Asks the servers in turn, after each failure the next. A connection gets a successor after
+/// `age_max`, or soon after a failure.
 pub(super) async fn keep_connected<M: Connect>(
     maker: M,
     current: Arc<Current<M::Connection>>,
@@ -90,7 +76,6 @@ pub(super) async fn keep_connected<M: Connect>(
     }
 }
 
-/// Starts a task that ends at the latest when the router stops.
 pub(super) fn spawn_until_stopped(tasks: &Tasks, work: impl Future<Output = ()> + Send + 'static) {
     let token = tasks.token();
     tasks.spawn(async move {

@@ -1,8 +1,8 @@
 //! Has etcd hold the claims: each is a key with a lease, changed by a transaction.
 //!
-//! A transaction compares the revision of the key's last change, which is the claim's generation.
-//! All claims of a while share one lease, so that a claim is one round trip. A new connection has a
-//! new lease, and is made long before the claims of the old lease should expire.
+//! A claim's generation is the revision of the key's last change. All claims of a while share one
+//! lease, so that a claim is one round trip. A new connection has a new lease, and is made long
+//! before the claims of the old lease should expire.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -41,25 +41,20 @@ use super::{
 };
 use crate::config::claims::ClaimsTable;
 
-/// The generated messages and clients of etcd.
 #[expect(clippy::allow_attributes_without_reason, unreachable_pub, reason = "generated code")]
 mod rpc {
     tonic::include_proto!("etcdserverpb");
 }
 
-/// Interval of keepalive pings, and the time for their answers: a member that dies silently is
-/// noticed after both.
+/// The interval of pings, and the time for their answers: a silent member is noticed after both.
 const KEEPALIVE: Duration = Duration::from_secs(2);
 
-/// Asks etcd for claims.
 #[derive(Debug)]
 pub(super) struct EtcdStore {
-    /// What the keys begin with.
     prefix: String,
     current: Arc<Current<Leased>>,
 }
 
-/// A connection with a lease.
 #[derive(Debug)]
 struct Leased {
     channel: Channel,
@@ -67,20 +62,14 @@ struct Leased {
     lease: i64,
 }
 
-/// Makes connections, each with a lease.
 struct EtcdConnect {
     tls: Option<ClientTls>,
     /// The user's name and password.
     user: Option<(String, String)>,
-    /// How long a claim lives.
     ttl: Duration,
 }
 
 impl EtcdStore {
-    /// Creates a store, and starts the task that connects it.
-    ///
-    /// # Errors
-    /// If the file of the password can't be read.
     pub(super) fn open(
         settings: &ClaimsTable,
         tls: Option<ClientTls>,
@@ -199,7 +188,7 @@ fn failed(status: &Status) -> Error {
     Error::Failed(format!("{:?}: {}", status.code(), status.message()))
 }
 
-/// Reads the answer of a transaction. `None` if the transaction failed because there is no claim.
+/// `None` if the transaction failed because there is no claim.
 fn read_answer(answer: TxnResponse, wanted: &WorkerId) -> Result<Option<PlacementClaim>, Error> {
     let generation = |revision: i64| {
         let generation = u64::try_from(revision).ok().filter(|&generation| generation > 0);

@@ -1,10 +1,8 @@
 //! The places that hold the claim of a session, in the order in which every router asks them.
 //!
-//! First the operator's store, if there is one, then the session's arbiters among the agents.
-//!
 //! How long a place may take depends on its last answer. A place that answered is waited for
 //! patiently: where it is only busy, going on to the next place would let two routers ask different
-//! ones. A place that did not answer gets a short time, until it answers again.
+//! ones.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -24,7 +22,6 @@ use super::{
 };
 use crate::{config::claims::ClaimsTable, fleet::snapshot::Snapshot};
 
-/// A store with its breaker.
 #[derive(Debug)]
 pub(super) struct Guarded {
     kind: StoreKind,
@@ -38,15 +35,14 @@ impl Guarded {
     }
 }
 
-/// All places.
 #[derive(Debug)]
 pub(super) struct ClaimPlaces {
-    /// The operator's store. `None`: only agents hold claims.
+    /// `None`: only agents hold claims.
     store: Option<Guarded>,
     agents: AgentStore,
     /// The time for a place that answered its last question.
     patience: Duration,
-    /// The time for a place that did not.
+    /// The time for any other place.
     deadline: Duration,
     metrics: Metrics,
 }
@@ -62,14 +58,13 @@ impl ClaimPlaces {
         Self { store, agents, patience, deadline, metrics }
     }
 
-    /// At how many places a session is claimed.
     pub(super) fn needed(&self) -> usize {
         let is_alone = self.store.as_ref().is_some_and(|guarded| guarded.kind == StoreKind::Memory);
         // Claims in this process are those of the only router.
         if is_alone { 1 } else { 2 }
     }
 
-    /// Returns the places to ask about a session, best first.
+    /// The store first, then the session's arbiters, best first.
     pub(super) fn in_order<'a>(
         &'a self,
         key: ClaimKey,
@@ -98,7 +93,6 @@ impl ClaimPlaces {
     }
 }
 
-/// The operator's store as a place.
 #[derive(Debug)]
 struct StorePlace<'a> {
     guarded: &'a Guarded,
@@ -107,7 +101,6 @@ struct StorePlace<'a> {
 
 #[async_trait]
 impl ClaimPlace for StorePlace<'_> {
-    /// Asks the store, unless it has just failed several times.
     async fn ask(&self, request: ClaimRequest) -> Option<PlacementClaim> {
         let Self { guarded: Guarded { kind, store, breaker }, places } = *self;
         let Some(is_trusted) = breaker.lock().try_pass(now()) else {
@@ -128,7 +121,6 @@ impl ClaimPlace for StorePlace<'_> {
     }
 }
 
-/// An agent as a place.
 struct AgentPlace<'a> {
     agent: usize,
     view: &'a Arc<Snapshot>,

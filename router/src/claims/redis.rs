@@ -1,8 +1,7 @@
 //! Has Redis hold the claims: each is a key, changed by one script.
 //!
-//! Redis runs a script as one step, so it is the compare-and-set. The key's value is the claim's
-//! generation, rank and agent. Generations are Redis' time in microseconds, raised where the clock
-//! has gone back, so they grow even after a key has expired.
+//! Redis runs a script as one step, so it is the compare-and-set. Generations are Redis' time in
+//! microseconds, raised where the clock has gone back, so they grow even after a key has expired.
 
 use std::{sync::Arc, time::Duration};
 
@@ -58,19 +57,17 @@ end
 redis.call('SET', KEYS[1], generation .. ' ' .. ARGV[2], 'PX', ARGV[3])
 return {generation, ARGV[2], 1}";
 
-/// How long a connection is kept. A server whose address has changed is found after that.
+/// A server whose address has changed is found after that.
 const AGE_MAX: Duration = Duration::from_secs(300);
 
-/// Asks Redis for claims.
 #[derive(Debug)]
 pub(super) struct RedisStore {
     current: Arc<Current<MultiplexedConnection>>,
     script: Script,
-    /// What the keys begin with.
     prefix: String,
 }
 
-/// Makes connections. Claims share one, which passes on their commands side by side.
+/// Claims share one connection, which passes on their commands side by side.
 struct RedisConnect {
     connector: Connector,
     /// The database, the user and the password.
@@ -79,10 +76,6 @@ struct RedisConnect {
 }
 
 impl RedisStore {
-    /// Creates a store, and starts the task that connects it.
-    ///
-    /// # Errors
-    /// If the file of the password or the URL can't be read.
     pub(super) fn open(
         settings: &ClaimsTable,
         tls: Option<ClientTls>,

@@ -1,8 +1,8 @@
 //! Defines what a place that holds claims can do: the trait [`ClaimStore`].
 //!
-//! The agents hold claims by default (`agents`). A fleet that wants first placements to survive any
-//! change of its agents has a store: `redis` or `etcd`. A fleet with one router needs neither, and
-//! may keep its claims in the router (`memory`).
+//! By default agents hold claims. A fleet that wants first placements to survive any change of its
+//! agents has a store. A fleet with one router needs neither, and may keep its claims in the
+//! router.
 
 use std::{
     fmt::{self, Write as _},
@@ -17,22 +17,17 @@ use proto::{
 use service::clock::now;
 use tonic::async_trait;
 
-/// Why a store gave no claim. Each text is for the operator.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The store can't be reached, or failed.
     #[error("the claim store failed: {0}")]
     Failed(String),
-    /// The store didn't answer within the deadline.
     #[error("the claim store did not answer within {} ms", .0.as_millis())]
     Late(Duration),
-    /// The store could not be reached since the router has started.
+    /// There has been no connection since the router started.
     #[error("there is no connection to the claim store yet")]
     NotConnected,
-    /// The store's answer can't be read.
     #[error("the claim store's answer is no claim: {0}")]
     Unreadable(String),
-    /// The store holds as many claims as it may.
     #[error(transparent)]
     Full(#[from] placement_claim::Error),
 }
@@ -44,14 +39,11 @@ impl Error {
     }
 }
 
-/// A place that holds claims. Several routers may ask it at once.
+/// Several routers may ask it at once.
 #[async_trait]
 pub(crate) trait ClaimStore: fmt::Debug + Send + Sync {
     /// Makes, renews or replaces a claim, or returns the one that holds: one atomic step, with the
-    /// meaning of [`ClaimTable::claim`]. Answers within `time_max`.
-    ///
-    /// # Errors
-    /// If the store gave no claim. It may have recorded the claim all the same.
+    /// meaning of [`ClaimTable::claim`]. At an error, it may have recorded the claim all the same.
     async fn claim(
         &self,
         request: ClaimRequest,
@@ -59,7 +51,6 @@ pub(crate) trait ClaimStore: fmt::Debug + Send + Sync {
     ) -> Result<PlacementClaim, Error>;
 }
 
-/// Claims in this process, for a fleet with one router.
 #[derive(Debug)]
 pub(super) struct MemoryStore(pub(super) Mutex<ClaimTable>);
 
@@ -70,7 +61,6 @@ impl ClaimStore for MemoryStore {
     }
 }
 
-/// Returns a session's key as stores keep it.
 pub(super) fn hex(key: ClaimKey) -> String {
     key.0.iter().fold(String::with_capacity(32), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
@@ -78,7 +68,7 @@ pub(super) fn hex(key: ClaimKey) -> String {
     })
 }
 
-/// Reads a worker as stores keep it: the rank, a space, and the agent's id.
+/// Stores keep the rank, a space, and the agent's id.
 pub(super) fn read_worker(text: &str) -> Result<WorkerId, Error> {
     let unreadable = || Error::Unreadable(format!("the worker {text:?}"));
     let (rank, agent) = text.split_once(' ').ok_or_else(unreadable)?;

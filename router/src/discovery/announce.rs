@@ -1,8 +1,6 @@
 //! Keeps the agents that announce themselves to this router, and lists them as a source.
 //!
-//! An agent announces itself again and again, each time for a limited time. An agent that ends says
-//! so, and one that falls silent is no longer listed once its time has passed. Who may announce
-//! what is checked by `http` before.
+//! An announcement holds for a limited time. Who may announce what, `http` has checked before.
 
 use std::{
     collections::BTreeMap,
@@ -29,61 +27,52 @@ use crate::{
     },
 };
 
-/// The longest time for which an announcement holds. An agent that is gone stays listed as long.
+/// An agent that is gone stays listed as long.
 pub(crate) const TTL_MAX: Duration = Duration::from_secs(300);
 /// The pause without announcements; the next one ends it.
 const IDLE_WAIT: Duration = Duration::from_secs(3600);
 
-/// An agent's announcement of itself.
 #[derive(Debug, Clone)]
 pub(crate) struct Announcement {
-    /// The principal of the key that announces the agent.
+    /// The key of this principal announces the agent.
     pub(crate) principal: Arc<str>,
-    /// The agent's id.
     pub(crate) agent_id: String,
-    /// URL of the agent's control port.
     pub(crate) control_url: String,
-    /// How long the announcement holds.
     pub(crate) ttl: Duration,
     /// Whether the agent is about to end.
     pub(crate) is_leaving: bool,
 }
 
-/// Why an announcement isn't taken.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Error {
-    /// The key has announced as many agents as it may.
     #[error(
         "this key has announced {0} agents, discovery.announced_per_key_max; withdraw those that \
          are gone, or raise the setting"
     )]
     KeyShare(usize),
-    /// The agent doesn't speak TLS, and this router recognizes agents by their certificates.
+    /// This router recognizes agents by their certificates.
     #[error(
         "this router sends prompts to agents with a certificate only (agents.ca); give the agent \
          one, and let it announce an https URL"
     )]
     Plain,
-    /// There are as many announcements as agents that a router follows.
     #[error("{AGENTS_MAX} agents are announced; withdraw those that are gone")]
     Full,
 }
 
-/// What is kept of an announcement.
 #[derive(Debug)]
 struct Entry {
-    /// The principal of the key that announced the agent last. It counts against its share.
+    /// This principal announced the agent last: the agent counts against its share.
     principal: Arc<str>,
     listing: Listing,
     expires_at: Instant,
 }
 
 /// The announcements that hold. Pure.
-///
-/// A URL may be announced with several ids, so that no key takes away what another one announced.
 #[derive(Debug)]
 struct Table {
-    /// By URL and id.
+    /// By URL and id: a URL may have several ids, so that no key takes away what another one
+    /// announced.
     agents: BTreeMap<(String, String), Entry>,
     per_key_max: usize,
     /// Whether only agents that speak TLS are taken.
@@ -120,7 +109,6 @@ impl Table {
         self.agents.retain(|_, entry| entry.expires_at > now);
     }
 
-    /// Returns the announced agents, and the ids under which each is announced.
     fn list(&self) -> (SourceList, AgentIds) {
         let (mut list, mut agent_ids) = (SourceList::new(), AgentIds::new());
         for ((url, agent_id), entry) in &self.agents {
@@ -136,18 +124,16 @@ impl Table {
     }
 }
 
-/// The agents that announce themselves.
 #[derive(Debug)]
 pub(crate) struct Announcements {
     table: Mutex<Table>,
-    /// The tokens of which an agent must hold one; `None` if it needs none.
+    /// An agent must hold one of them; `None`: it needs none.
     tokens: Option<Reloaded<Tokens>>,
     changed: watch::Sender<()>,
 }
 
 impl Announcements {
-    /// Creates a place without announcements. One key may announce at most `per_key_max` agents.
-    /// They must recognize this router by its `credentials`, and prove that they do.
+    /// The agents must recognize this router by its `credentials`, and prove that they do.
     pub(crate) fn new(per_key_max: usize, credentials: &AgentCredentials) -> Self {
         let demands_tls = credentials.tls.is_some();
         let table = Table { agents: BTreeMap::new(), per_key_max, demands_tls };
@@ -155,10 +141,7 @@ impl Announcements {
         Self { table: Mutex::new(table), tokens, changed: watch::Sender::new(()) }
     }
 
-    /// Checks that an announcement with these headers was made by an agent that holds the token.
-    ///
-    /// # Errors
-    /// Why it wasn't.
+    /// Checks that an agent that holds the token made this announcement.
     pub(crate) fn is_proven(
         &self,
         agent_id: &str,
@@ -169,10 +152,6 @@ impl Announcements {
         announcement::check(&tokens.load(), agent_id, control_url, headers)
     }
 
-    /// Takes an announcement.
-    ///
-    /// # Errors
-    /// If too many agents are announced, by this key or by all.
     pub(crate) fn put(&self, announcement: Announcement) -> Result<(), Error> {
         self.table.lock().put(announcement, now())?;
         self.changed.send_replace(());
@@ -180,7 +159,6 @@ impl Announcements {
     }
 }
 
-/// Lists the agents until the task is dropped.
 pub(super) async fn run(announcements: Arc<Announcements>, mut reporter: Reporter) {
     let mut changed = announcements.changed.subscribe();
     loop {

@@ -1,8 +1,8 @@
 //! Lists the agents that names of the Domain Name System stand for.
 //!
-//! A name stands for all addresses of a host, or for all targets of SRV records. It is looked up
-//! again when the answers' time to live has passed. A name without records has no agents: that is
-//! what a headless service without ready pods answers. If a server fails, the last answer stays.
+//! A name stands for all addresses of a host, or for all targets of SRV records. A name without
+//! records has no agents: that is what a headless service without ready pods answers. If a server
+//! fails, the last answer stays.
 
 use std::{
     collections::BTreeMap,
@@ -27,11 +27,9 @@ use crate::{
     fleet::membership::{Listing, SourceList},
 };
 
-/// The longest time to wait for the answer of a server, and the number of tries.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(2);
 const TRIES_MAX: usize = 2;
 
-/// The agents of one name, and until when they may be used.
 #[derive(Debug, Clone, Default)]
 struct Answer {
     urls: Vec<String>,
@@ -39,7 +37,6 @@ struct Answer {
     valid_until: Option<Instant>,
 }
 
-/// Looks the names up until the task is dropped.
 pub(super) async fn run(settings: DnsTable, mut reporter: Reporter) {
     // The check of the settings has refused others.
     let names: Vec<DnsName> =
@@ -79,8 +76,8 @@ pub(super) async fn run(settings: DnsTable, mut reporter: Reporter) {
     }
 }
 
-/// Creates a resolver without a cache: this module keeps the answers itself. The system's settings
-/// may change, so each round has a resolver of its own.
+/// Without a cache: this module keeps the answers itself. The system's settings may change, so each
+/// round has a resolver of its own.
 fn build_resolver(settings: &DnsTable) -> Result<TokioResolver, String> {
     let mut builder = if settings.servers.is_empty() {
         TokioResolver::builder_tokio().map_err(|error| describe_error(&error))?
@@ -128,7 +125,7 @@ async fn look_up(resolver: &TokioResolver, name: &DnsName) -> Result<Answer, Str
     }
 }
 
-/// Returns the addresses of a host, and until when they are valid.
+/// Returns also the time until which the addresses are valid.
 async fn addresses_of(
     resolver: &TokioResolver,
     host: &str,
@@ -148,7 +145,6 @@ fn is_without_records(error: &NetError) -> bool {
     matches!(response_code, ResponseCode::NXDomain | ResponseCode::NoError)
 }
 
-/// Returns the URL of a control port.
 pub(super) fn control_url(scheme: &str, ip: IpAddr, port: u16) -> String {
     match ip {
         IpAddr::V4(ip) => format!("{scheme}://{ip}:{port}"),

@@ -9,10 +9,8 @@ use std::{path::PathBuf, time::Duration};
 use super::Reporter;
 use crate::{config::discovery::workers_source, fleet::membership::Listing};
 
-/// The time between two readings. A change takes effect within about a second.
 const READ_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Follows the file until the task is dropped.
 pub(super) async fn run(path: PathBuf, mut reporter: Reporter) {
     let mut last_reading = None;
     loop {

@@ -1,8 +1,7 @@
 //! Lists the agents that the endpoint slices of a Kubernetes cluster name.
 //!
-//! The watch keeps a copy of all slices that the selector matches. It begins with a list. If it
-//! ends, it goes on from the last version that it saw, bookmarks included; if the API server has
-//! forgotten that version (410), it lists again. While no list is complete, the last one stays.
+//! If the watch ends, it goes on from the last version that it saw; if the API server has forgotten
+//! that (410), it lists again. While no list is complete, the last one stays.
 
 use std::{collections::BTreeMap, net::IpAddr, path::Path, pin::pin, time::Duration};
 
@@ -26,11 +25,10 @@ use crate::{
     fleet::membership::{Listing, SourceList},
 };
 
-/// The pauses between two tries to reach the API server. Its restart takes some seconds.
+/// The API server's restart takes some seconds.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Pauses that double until a try succeeds.
 #[derive(Debug)]
 struct Pauses {
     next: Duration,
@@ -53,7 +51,6 @@ impl Backoff for Pauses {
     }
 }
 
-/// Follows the slices until the task is dropped.
 pub(super) async fn run(settings: KubernetesTable, mut reporter: Reporter) {
     loop {
         match connect(&settings).await {
@@ -85,7 +82,7 @@ async fn read_kubeconfig(path: &Path) -> Result<Config, String> {
     Config::from_custom_kubeconfig(file, &options).await.map_err(|error| describe_error(&error))
 }
 
-/// Follows the slices to the end of the watch, which has none unless the task is dropped.
+/// The watch has no end, unless the task is dropped.
 async fn follow(api: Api<EndpointSlice>, settings: &KubernetesTable, reporter: &mut Reporter) {
     let watch = watcher::watcher(api, watcher::Config::default().labels(&settings.selector));
     let mut watch = pin!(watch.backoff(Pauses { next: PAUSE_MIN }));
@@ -119,8 +116,7 @@ async fn follow(api: Api<EndpointSlice>, settings: &KubernetesTable, reporter: &
     }
 }
 
-/// Whether the API server has forgotten the version from which the watch would go on. The watcher
-/// then lists all slices again.
+/// Whether the API server has forgotten the version from which the watch would go on.
 fn is_expired(error: &watcher::Error) -> bool {
     let status = match error {
         watcher::Error::WatchError(status) => status,
@@ -130,7 +126,7 @@ fn is_expired(error: &watcher::Error) -> bool {
     status.code == StatusCode::GONE.as_u16()
 }
 
-/// Merges the agents of all slices. While an endpoint moves between slices, it may be in two.
+/// While an endpoint moves between slices, it may be in two.
 fn merge(slices: &BTreeMap<String, Vec<(String, Listing)>>) -> SourceList {
     let mut list = SourceList::new();
     for (url, listing) in slices.values().flatten() {
@@ -140,7 +136,6 @@ fn merge(slices: &BTreeMap<String, Vec<(String, Listing)>>) -> SourceList {
     list
 }
 
-/// Returns the agents of a slice: the control ports of its endpoints.
 fn agents_of(slice: &EndpointSlice, settings: &KubernetesTable) -> Vec<(String, Listing)> {
     let ports = slice.ports.iter().flatten();
     let mut named =
@@ -157,10 +152,8 @@ fn agents_of(slice: &EndpointSlice, settings: &KubernetesTable) -> Vec<(String, 
     slice.endpoints.iter().filter_map(agent).collect()
 }
 
-/// Returns what the conditions of an endpoint mean. `None`: the endpoint is no member.
-///
-/// A pod that terminates drains. A pod that isn't ready joins only if it serves nevertheless. A
-/// condition that is absent means the usual state.
+/// `None`: the endpoint is no member. A pod that terminates drains. A pod that isn't ready joins
+/// only if it serves nevertheless. An absent condition means the usual state.
 fn listing_of(endpoint: &Endpoint) -> Option<Listing> {
     let conditions = endpoint.conditions.clone().unwrap_or_default();
     let is_ready = conditions.ready.unwrap_or(true);

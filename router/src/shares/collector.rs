@@ -19,7 +19,6 @@ struct PoolLabel {
     pool: &'static str,
 }
 
-/// Reads the pools at each scrape.
 #[derive(Debug)]
 pub(crate) struct SharesCollector(pub(crate) Arc<Shares>);
 
@@ -32,7 +31,7 @@ struct Figures {
 }
 
 impl Figures {
-    /// Reads the pools. Adds their numbers of clients to `sharers`.
+    /// Adds the pools' numbers of clients to `sharers`.
     fn read<const N: usize>(pools: [&SharedPool; N], sharers: &Family<PoolLabel, Gauge>) -> Self {
         let figures = Self::default();
         for shared_pool in pools {

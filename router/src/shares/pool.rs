@@ -24,42 +24,33 @@ use std::{collections::HashMap, sync::Arc};
 
 use service::auth::keys::PriorityClass;
 
-/// A sharer in the main part holds at most this many times what is free there. With a larger
-/// factor, one alone gets more, and a second one finds less until the first gives units back.
+/// With a larger factor, one alone gets more, and a second one finds less until the first gives
+/// units back.
 pub(crate) const FREE_FACTOR: u64 = 16;
-/// The reserve is the pool divided by this number: 256 of 4,096 turns.
+/// Of 4,096 turns, the reserve is 256.
 pub(crate) const RESERVE_DIVISOR: u64 = 16;
-/// A small part is the pool divided by this number: 32 of 4,096 turns. One user's agents rarely
-/// have more turns at once.
+/// Of 4,096 turns, a small part is 32. One user's agents rarely have more turns at once.
 pub(crate) const SMALL_DIVISOR: u64 = 128;
-/// The class `low` has this part of the pool, in quarters.
 const LOW_QUARTERS: u64 = 3;
 
-/// Why a sharer gets no more units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// All units are in use.
     Full,
-    /// The sharer holds its share.
     Share,
     /// The pool is too full for the sharer's class, whatever the sharer holds.
     Class,
-    /// The sharer holds as much as the limit of its own key allows.
     Key,
 }
 
-/// What a sharer asks for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ask {
-    /// The number of units, at least 1.
+    /// At least 1.
     pub(crate) units: u64,
-    /// The class of the work.
     pub(crate) class: PriorityClass,
-    /// The most units that the sharer may hold by its own key's limit.
+    /// Is the limit of the sharer's own key.
     pub(crate) key_max: Option<u64>,
 }
 
-/// A fixed number of units, and who holds how many.
 #[derive(Debug)]
 pub(crate) struct Pool {
     units: u64,
@@ -69,15 +60,11 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Makes a pool of `units`, all free.
     pub(crate) fn new(units: u64) -> Self {
         Self { units, used: 0, held: HashMap::new() }
     }
 
-    /// Takes units for a sharer. They are held until [`Self::give_back`].
-    ///
-    /// # Errors
-    /// If the rule above refuses them. Nothing is taken then.
+    /// At an error, nothing is taken.
     pub(crate) fn take(&mut self, sharer: &Arc<str>, ask: Ask) -> Result<(), Refused> {
         let held = self.held(sharer);
         self.check(held, ask)?;
@@ -87,7 +74,6 @@ impl Pool {
         Ok(())
     }
 
-    /// Gives back units that the sharer holds.
     pub(crate) fn give_back(&mut self, sharer: &Arc<str>, units: u64) {
         if units == 0 {
             return;
@@ -101,12 +87,11 @@ impl Pool {
         self.check_in_debug();
     }
 
-    /// Returns what a sharer holds.
     pub(crate) fn held(&self, sharer: &Arc<str>) -> u64 {
         self.held.get(sharer).copied().unwrap_or_default()
     }
 
-    /// Returns the most units that one sharer of this class gets while nobody holds any.
+    /// Assumes that nobody holds any units.
     pub(crate) fn most_of_one(&self, class: PriorityClass) -> u64 {
         let (mut most, mut above) = (0, self.units.saturating_add(1));
         while above - most > 1 {
@@ -119,27 +104,22 @@ impl Pool {
         most
     }
 
-    /// Returns the number of units.
     pub(crate) fn units(&self) -> u64 {
         self.units
     }
 
-    /// Returns the number of units in use.
     pub(crate) fn used(&self) -> u64 {
         self.used
     }
 
-    /// Returns the number of sharers that hold units.
     pub(crate) fn sharers(&self) -> usize {
         self.held.len()
     }
 
-    /// Returns the most units that one sharer holds.
     pub(crate) fn largest_held(&self) -> u64 {
         self.held.values().copied().max().unwrap_or_default()
     }
 
-    /// Checks whether a sharer that holds `held` units may have more.
     fn check(&self, held: u64, ask: Ask) -> Result<(), Refused> {
         check(self.units, self.used, held, ask)
     }
@@ -151,7 +131,6 @@ impl Pool {
         }
     }
 
-    /// Panics if the pool contradicts itself.
     pub(crate) fn check_invariants(&self) {
         assert!(self.used <= self.units, "more units are in use than there are");
         assert_eq!(self.held.values().sum::<u64>(), self.used, "units nobody holds, or twice held");
@@ -159,11 +138,8 @@ impl Pool {
     }
 }
 
-/// Checks whether a sharer that holds `held` units may have more, of a pool of `units` units of
-/// which `used` are in use. Tables that count their sharers' entries themselves use this.
-///
-/// # Errors
-/// If the rule above refuses them.
+/// The rule, for a sharer that holds `held` of a pool of `units`, of which `used` are in use.
+/// Tables that count their sharers' entries themselves use this.
 pub(crate) fn check(units: u64, used: u64, held: u64, ask: Ask) -> Result<(), Refused> {
     let wanted = held.saturating_add(ask.units);
     if ask.key_max.is_some_and(|key_max| wanted > key_max) {

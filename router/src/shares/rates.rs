@@ -1,10 +1,9 @@
 //! Limits what each sharer uses per minute: requests and tokens. Pure.
 //!
-//! The limit is a bucket that holds a minute's worth and fills up at the limit's pace (the generic
-//! cell rate algorithm, with one time per bucket as its state). A request takes its units when it
-//! begins. Tokens are only estimated then, so they can be settled later: the bucket may go into
-//! debt, and gets back what was taken in excess. The crate `governor` has the same algorithm, but
-//! neither debt nor refunds, and reads a clock.
+//! The limit is a bucket that holds a minute's worth (the generic cell rate algorithm, with one
+//! time per bucket as its state). Tokens are only estimated when a request begins, and are settled
+//! later: the bucket may go into debt, and gets back what was taken in excess. The crate `governor`
+//! has neither debt nor refunds, and reads a clock.
 
 use std::{
     collections::HashMap,
@@ -13,13 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Most sharers whose rates are remembered. Beyond that, the one that is nearest to a full bucket
-/// is forgotten. An entry takes about 150 bytes, so this many take 2.5 MiB.
+/// Beyond that, the one that is nearest to a full bucket is forgotten. An entry takes about 150
+/// bytes, so this many take 2.5 MiB.
 pub(crate) const SHARERS_MAX: usize = 16_384;
-/// The time in which an empty bucket fills up.
+/// An empty bucket fills up in this time.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// One bucket.
 #[derive(Debug, Clone, Copy, Default)]
 struct Bucket {
     /// When the bucket is full again. `None`: it is full.
@@ -27,11 +25,8 @@ struct Bucket {
 }
 
 impl Bucket {
-    /// Takes `units`, if the bucket has them. A request for more than a full bucket has takes all
-    /// of a full one, and leaves a debt.
-    ///
-    /// # Errors
-    /// The time after which the bucket has the units.
+    /// A request for more than a full bucket has takes all of a full one, and leaves a debt. The
+    /// error is the time after which the bucket has the units.
     fn take(&mut self, per_minute: NonZeroU32, units: u64, now: Instant) -> Result<(), Duration> {
         let missing = self.missing(now);
         let needed = flow_time(per_minute, units.min(u64::from(per_minute.get())));
@@ -48,19 +43,18 @@ impl Bucket {
         self.full_at = now.checked_add(self.missing(now) + flow_time(per_minute, units));
     }
 
-    /// Puts `units` back.
     fn put_back(&mut self, per_minute: NonZeroU32, units: u64, now: Instant) {
         let missing = self.missing(now).saturating_sub(flow_time(per_minute, units));
         self.full_at = now.checked_add(missing).filter(|_| !missing.is_zero());
     }
 
-    /// Returns how long the bucket takes to be full.
+    /// How long the bucket takes to be full.
     fn missing(&self, now: Instant) -> Duration {
         self.full_at.map_or(Duration::ZERO, |full_at| full_at.saturating_duration_since(now))
     }
 }
 
-/// Returns the time in which `units` flow into a bucket. At most ten years, so that it fits clocks.
+/// At most ten years, so that it fits clocks.
 fn flow_time(per_minute: NonZeroU32, units: u64) -> Duration {
     const YEARS_NS: u128 = 10 * 366 * 24 * 3600 * 1_000_000_000;
     // Rounded up, so that after a refusal's time there are enough units.
@@ -68,16 +62,13 @@ fn flow_time(per_minute: NonZeroU32, units: u64) -> Duration {
     Duration::from_nanos(u64::try_from(nanos.min(YEARS_NS)).expect("ten years fit"))
 }
 
-/// What is limited per minute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rated {
-    /// Requests of every kind.
     Requests,
-    /// Tokens of prompts and answers.
+    /// Counts prompts and answers.
     Tokens,
 }
 
-/// The buckets of one sharer.
 #[derive(Debug, Default)]
 struct Buckets {
     requests: Bucket,
@@ -97,17 +88,13 @@ impl Buckets {
     }
 }
 
-/// The buckets of all sharers that have a limit per minute.
 #[derive(Debug, Default)]
 pub(crate) struct Rates {
     buckets: HashMap<Arc<str>, Buckets>,
 }
 
 impl Rates {
-    /// Takes units of a sharer.
-    ///
-    /// # Errors
-    /// The time after which the sharer has the units.
+    /// The error is the time after which the sharer has the units.
     pub(crate) fn take(
         &mut self,
         sharer: &Arc<str>,
@@ -121,7 +108,6 @@ impl Rates {
         taken
     }
 
-    /// Replaces an estimate that was taken by what was really used.
     pub(crate) fn settle(
         &mut self,
         sharer: &Arc<str>,
@@ -138,7 +124,6 @@ impl Rates {
         }
     }
 
-    /// Returns how many sharers are remembered.
     pub(crate) fn len(&self) -> usize {
         self.buckets.len()
     }
@@ -156,7 +141,6 @@ impl Rates {
         self.buckets.entry(Arc::clone(sharer)).or_default()
     }
 
-    /// Panics if the table is over its bound.
     pub(crate) fn check_invariants(&self) {
         assert!(self.buckets.len() <= SHARERS_MAX, "over the bound");
     }

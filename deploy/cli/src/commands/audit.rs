@@ -1,9 +1,6 @@
 //! Runs `berth audit`: lets a running agent audit its engine's KV pages, and prints the result.
 //!
-//! An audit counts for each session (chain of turns) the pages that it holds. It also finds faults,
-//! for example pages that nobody owns. This command requests an audit at the agent's control port.
-//! The output is a table for people or JSON for programs. A foreign session, which the agent didn't
-//! open, is listed by its id in the engine. The agent and the engine make the audit.
+//! A foreign session, which the agent didn't open, is listed by its id in the engine.
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -18,20 +15,15 @@ use crate::{
     text::clean,
 };
 
-/// The time limit for the answer. The engine makes the audit after its current step, which takes
-/// seconds at most.
+/// The engine makes the audit after its current step, which takes seconds at most.
 const ANSWER_WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// The audit of one rank, or the reason why there is none.
 struct RankAudit {
     dp_rank: u32,
     audit: Result<(PageAudit, Vec<v1::SessionPages>), String>,
 }
 
-/// Requests an audit and prints the result. A fault, or a rank without an audit, is not well.
-///
-/// # Errors
-/// When the agent doesn't answer, or refuses.
+/// A fault, or a rank without an audit, is not well.
 pub async fn run(target: &TargetArgs, args: &AuditArgs) -> Result<Outcome, Error> {
     let mut client = agent::connect(target, ANSWER_WAIT_MAX).await?;
     let request = v1::AuditRequest { dp_rank: args.rank };
@@ -90,8 +82,7 @@ fn session_json(session: &v1::SessionPages) -> Value {
     })
 }
 
-/// Returns the digest of the session's key, which is the session's name in logs. `None` for a
-/// session that the agent doesn't know.
+/// Logs name the session so. `None` for a session that the agent doesn't know.
 fn key_digest(session: &v1::SessionPages) -> Option<String> {
     let key = SessionKey::try_from(session.key.clone()?).ok()?;
     Some(key.digest().to_string())

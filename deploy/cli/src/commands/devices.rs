@@ -32,10 +32,6 @@ const COLUMNS: &[Column] = &[
     Column::number("C"),
 ];
 
-/// Lists the devices.
-///
-/// # Errors
-/// See [`listing::show`].
 pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     listing::show(args, async || {
@@ -50,13 +46,11 @@ pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error>
     .await
 }
 
-/// Returns each device with its worker.
 fn devices(fleet: &Fleet) -> impl Iterator<Item = (&Worker, &Device)> {
     let loads = fleet.workers.iter().filter_map(|worker| Some((worker, worker.load.as_ref()?)));
     loads.flat_map(|(worker, load)| load.devices.iter().map(move |device| (worker, device)))
 }
 
-/// Returns the devices of `/v1/workers` as a list, each with the name of its worker.
 fn to_json(workers: &Value) -> Value {
     let mut devices = vec![];
     for worker in workers["workers"].as_array().into_iter().flatten() {

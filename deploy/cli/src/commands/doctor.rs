@@ -1,6 +1,4 @@
 //! Runs `berth doctor`: asks routers, agents, engines and this host, and names what is set wrong.
-//!
-//! `collect` asks, `crate::doctor` judges, and this module prints.
 
 mod certificate;
 mod collect;
@@ -18,15 +16,12 @@ use crate::{
     },
 };
 
-/// The width of the output where there is no terminal.
+/// Counts where there is no terminal.
 const COLUMNS_DEFAULT: usize = 80;
 /// The columns before the lines of a finding.
 const INDENT: usize = 9;
 
-/// Diagnoses the fleet. A finding is not well.
-///
-/// # Errors
-/// When the arguments or files can't be used. What doesn't answer is a finding.
+/// A finding is not well, and what doesn't answer is a finding.
 pub async fn run(target: &TargetArgs, args: &DoctorArgs) -> Result<Outcome, Error> {
     if args.list {
         let checks = doctor::all_checks().map(|check| format!("{:<26}{}\n", check.id, check.why));
@@ -71,8 +66,7 @@ fn report(findings: &[Finding], not_asked: &[String], style: Style) -> String {
     text
 }
 
-/// Returns a text in lines of at most `columns` columns, below one another. A longer word has its
-/// own line.
+/// A word that is longer than `columns` has its own line.
 fn indented(text: &str, columns: usize) -> String {
     let room = columns - INDENT;
     let mut lines: Vec<String> = vec![String::new()];

@@ -15,16 +15,10 @@ use crate::{
     error::Error,
 };
 
-/// The time limit of each call.
 const CALL_MAX: Duration = Duration::from_secs(10);
-/// The interval at which the command asks what is left.
 const ASK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Drains the agent or ends that, and says what is left. Turns that are left after the time to wait
-/// are not well.
-///
-/// # Errors
-/// When the agent doesn't answer, or refuses.
+/// Turns that are left after the time to wait are not well.
 pub async fn run(target: &TargetArgs, args: &DrainArgs) -> Result<Outcome, Error> {
     let deadline = now() + Duration::from_millis(args.wait_ms);
     let mut client = agent::connect(target, CALL_MAX).await?;

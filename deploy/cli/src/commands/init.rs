@@ -1,6 +1,4 @@
 //! Runs `berth init`: finds the engines on this host, and writes settings for agents and a router.
-//!
-//! `find` asks ports, `look` reads this host, `write` writes; `crate::init` plans between them.
 
 mod find;
 mod look;
@@ -21,10 +19,6 @@ use crate::{
     text::{clean, count},
 };
 
-/// Finds the engines, plans the files, and writes or prints them.
-///
-/// # Errors
-/// When there is no engine, or a file can't be written.
 pub async fn run(target: &TargetArgs, args: &InitArgs) -> Result<Outcome, Error> {
     let wishes = wishes(target, args)?;
     let listening = look::listening();
@@ -71,7 +65,7 @@ fn wishes(target: &TargetArgs, args: &InitArgs) -> Result<Wishes, Error> {
     })
 }
 
-/// Returns a host's name or address, without the brackets of an IPv6 one.
+/// Removes the brackets of an IPv6 address.
 fn parse_address(text: &str) -> Result<String, Error> {
     let host = text.trim_matches(['[', ']']);
     let is_address = host.parse::<std::net::IpAddr>().is_ok();
@@ -139,7 +133,6 @@ fn as_text(plan: &Plan, wishes: &Wishes) -> String {
     text
 }
 
-/// Returns what stands for a file's content where it is shown.
 fn shown(content: &Content) -> &str {
     match content {
         Content::Text(text) | Content::Script(text) => text,

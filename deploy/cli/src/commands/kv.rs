@@ -1,9 +1,7 @@
 //! Runs `berth kv`: prints the KV blocks that a running agent reports as resident.
 //!
-//! A block is a fixed number of consecutive tokens, named by a hash of all tokens up to its end.
 //! The agent's control port first sends each rank's snapshot (all its resident blocks) and then
-//! changes. This command prints the snapshots as a table or as JSON, and ends. Routers get the same
-//! blocks, and place turns (requests) where their prompts' blocks are.
+//! changes. This command prints the snapshots, and ends.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,19 +24,16 @@ use crate::{
     text::clean,
 };
 
-/// The time limit for receiving all ranks' snapshots.
 const SNAPSHOTS_WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// The blocks of one rank, as far as they were received.
 #[derive(Debug, Default)]
 struct RankBlocks {
     block_tokens: u32,
     /// The resident blocks on the device and on the host, in this order.
     blocks: [BTreeSet<BlockHash>; 2],
-    /// Why the agent doesn't know the rank's blocks. `None` if it knows them, or if it hasn't
-    /// answered yet.
+    /// Why the agent doesn't know the rank's blocks. `None` if it knows them, or hasn't answered
+    /// yet.
     unknown_reason: Option<String>,
-    /// Whether the whole snapshot was received.
     is_complete: bool,
 }
 
@@ -68,16 +63,12 @@ impl RankBlocks {
         }
     }
 
-    /// Whether the agent has sent either the rank's whole snapshot, or the reason why it has none.
     fn is_answered(&self) -> bool {
         self.is_complete || self.unknown_reason.is_some()
     }
 }
 
-/// Receives a snapshot of all ranks and prints it. A rank whose blocks are unknown is not well.
-///
-/// # Errors
-/// When the agent doesn't answer, or has no blocks to report.
+/// A rank whose blocks are unknown is not well.
 pub async fn run(target: &TargetArgs, args: &KvArgs) -> Result<Outcome, Error> {
     let client = agent::connect(target, SNAPSHOTS_WAIT_MAX).await?;
     let timeout_error =
@@ -90,7 +81,6 @@ pub async fn run(target: &TargetArgs, args: &KvArgs) -> Result<Outcome, Error> {
     Ok(Outcome::from_is_well(ranks.values().all(|rank| rank.is_complete)))
 }
 
-/// Receives changes until each rank has a snapshot or a reason why it has none.
 async fn receive_ranks(
     target: &TargetArgs,
     mut client: AgentClient,

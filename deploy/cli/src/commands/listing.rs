@@ -20,21 +20,18 @@ use crate::{
 /// Moves a terminal's cursor to its first line, and clears what is below.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
-/// What a list shows at one moment.
 #[derive(Debug)]
 pub struct Listing {
-    /// The list for programs.
+    /// Programs read this.
     pub json: Value,
-    /// The columns for people.
+    /// People read these columns and rows.
     pub columns: &'static [Column],
-    /// The rows for people.
     pub rows: Vec<Vec<Cell>>,
-    /// Lines below the table.
+    /// Stand below the table.
     pub notes: Vec<String>,
 }
 
 impl Listing {
-    /// Returns the list as it is printed, in complete lines.
     #[must_use]
     pub fn to_text(&self, is_json: bool, style: Style) -> String {
         if is_json {
@@ -49,11 +46,7 @@ impl Listing {
     }
 }
 
-/// Prints what `fetch` returns, again and again if the arguments say so. A list that was printed
-/// once goes on when the router doesn't answer for a while, and says so.
-///
-/// # Errors
-/// The first error of `fetch`, and any later one that doesn't pass by itself.
+/// A list that was printed once goes on when the router doesn't answer for a while, and says so.
 pub async fn show(
     args: &ListArgs,
     mut fetch: impl AsyncFnMut() -> Result<Listing, Error>,
@@ -85,10 +78,7 @@ pub async fn show(
     }
 }
 
-/// Prints what `fetch` returns, and then what each later call adds: a list that only grows.
-///
-/// # Errors
-/// As [`show`].
+/// Prints what each later call of `fetch` adds: a list that only grows.
 pub async fn follow(
     args: &ListArgs,
     mut fetch: impl AsyncFnMut() -> Result<Listing, Error>,

@@ -7,17 +7,14 @@ use crate::{
     error::Error,
 };
 
-/// Entries of a page that `berth` asks for. The router may send fewer.
+/// The router may send fewer.
 const PAGE_ENTRIES: usize = 1000;
-/// Most pages of one reading, so that a list which grows all the time ends.
+/// Bounds one reading, so that a list which grows all the time ends.
 const PAGES_MAX: usize = 1000;
 
-/// A list of the router, and how far it was read.
 #[derive(Debug)]
 pub struct PagedList<'a> {
-    /// The router.
     pub router: &'a RouterClient,
-    /// The list's path.
     pub path: &'static str,
     /// A further part of the query, such as `&session=x`, or empty.
     pub filter: String,
@@ -29,16 +26,12 @@ pub struct PagedList<'a> {
 }
 
 impl<'a> PagedList<'a> {
-    /// Returns the list, of which nothing was read yet.
     #[must_use]
     pub fn new(router: &'a RouterClient, path: &'static str, member: &'static str) -> Self {
         Self { router, path, filter: String::new(), member, after: None, read_after: 0 }
     }
 
-    /// Returns the last `limit` entries of those that were not read yet.
-    ///
-    /// # Errors
-    /// As [`RouterClient::get`].
+    /// Reads entries that were not read yet.
     pub async fn read_newest(&mut self, limit: usize) -> Result<Vec<Value>, Error> {
         let mut entries = vec![];
         for _ in 0..PAGES_MAX {
@@ -53,10 +46,6 @@ impl<'a> PagedList<'a> {
         Ok(entries)
     }
 
-    /// Returns the first `limit` entries.
-    ///
-    /// # Errors
-    /// As [`RouterClient::get`].
     pub async fn read_first(&mut self, limit: usize) -> Result<Vec<Value>, Error> {
         (self.after, self.read_after) = (None, 0);
         let mut entries = vec![];

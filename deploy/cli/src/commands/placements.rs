@@ -29,14 +29,9 @@ const COLUMNS: &[Column] = &[
     Column::number("AGO"),
 ];
 
-/// The columns of the workers that were compared for one turn.
 const COMPARED_COLUMNS: &[Column] =
     &[Column::text("WORKER"), Column::word(""), Column::text("FIGURES")];
 
-/// Lists the placements, or explains those of one turn.
-///
-/// # Errors
-/// See [`listing::show`].
 pub async fn run(target: &TargetArgs, args: &PlacementsArgs) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     if let Some(turn) = &args.turn {
@@ -75,7 +70,6 @@ fn row(entry: &Value) -> serde_json::Result<Vec<Cell>> {
     ])
 }
 
-/// Returns the workers that were compared, with the figures of each.
 fn explain(page: &PlacementPage, json: Value) -> Listing {
     let mut rows = vec![];
     let mut notes = vec![];
@@ -97,7 +91,6 @@ fn explain(page: &PlacementPage, json: Value) -> Listing {
     Listing { json, columns: COMPARED_COLUMNS, rows, notes }
 }
 
-/// Returns all figures of a worker but its name, as `name value`.
 fn figures_text(figures: &Value) -> String {
     let members = figures.as_object().into_iter().flatten();
     let shown = members.filter(|(name, value)| *name != "worker" && !value.is_null());

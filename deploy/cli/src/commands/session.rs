@@ -13,10 +13,6 @@ use crate::{
     text::{clean, count, known, millis, style::Style, style::state_tone},
 };
 
-/// Runs the command for one session.
-///
-/// # Errors
-/// When the router doesn't answer, doesn't know the session, or can't do it.
 pub async fn run(target: &TargetArgs, command: &SessionCommand) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     match command {
@@ -66,7 +62,6 @@ async fn show(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Erro
     Ok(Outcome::Well)
 }
 
-/// Sends a request that changes the session, and says what the session then is.
 async fn change(
     router: &RouterClient,
     args: &SessionArgs,

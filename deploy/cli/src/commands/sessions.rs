@@ -24,7 +24,7 @@ use crate::{
     },
 };
 
-/// The time limit of a call to the agent, which answers from memory.
+/// The agent answers from memory.
 const CALL_MAX: Duration = Duration::from_secs(10);
 
 const COLUMNS: &[Column] = &[
@@ -38,7 +38,6 @@ const COLUMNS: &[Column] = &[
     Column::number("IDLE"),
 ];
 
-/// The columns of sessions of several owners, all at one agent.
 const AGENT_COLUMNS: &[Column] = &[
     Column::text("SESSION"),
     Column::text("OWNER"),
@@ -50,10 +49,6 @@ const AGENT_COLUMNS: &[Column] = &[
     Column::number("IDLE"),
 ];
 
-/// Lists the sessions.
-///
-/// # Errors
-/// See [`listing::show`].
 pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Error> {
     if args.at_agent {
         return listing::show(&args.list, async || {
@@ -80,7 +75,7 @@ pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Er
     .await
 }
 
-/// Returns the cells of a session. `place` is the member that says where it belongs.
+/// `place` is the member that says where the session belongs.
 fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
     let session = Session::deserialize(value)?;
     Ok(vec![
@@ -95,7 +90,7 @@ fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
     ])
 }
 
-/// Returns at most `limit` sessions of all owners, in the form of the router's answers.
+/// The sessions have the form of the router's answers.
 async fn read_from_agent(
     target: &TargetArgs,
     mut client: AgentClient,

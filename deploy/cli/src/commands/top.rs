@@ -1,6 +1,6 @@
 //! Runs `berth top`: asks the router, reads keys, and draws, until the user quits.
 //!
-//! `crate::top` has the picture. The terminal is restored however the program ends.
+//! The terminal is restored however the program ends.
 
 use std::{
     io::{self, IsTerminal as _},
@@ -30,15 +30,9 @@ use crate::{
     },
 };
 
-/// Placements that are taken in each round.
 const PLACEMENTS_MAX: usize = 200;
-/// Keys that wait to be handled.
 const KEYS_WAITING_MAX: usize = 64;
 
-/// Shows the fleet until the user quits.
-///
-/// # Errors
-/// When there is no terminal, or the first question fails.
 pub async fn run(target: &TargetArgs, args: &TopArgs) -> Result<Outcome, Error> {
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
         let text = "top needs a terminal; for programs there is `berth workers --json --watch`";
@@ -80,7 +74,6 @@ pub async fn run(target: &TargetArgs, args: &TopArgs) -> Result<Outcome, Error> 
     }
 }
 
-/// Asks the router once for everything that is shown; `sessions` is the query for the sessions.
 async fn ask(
     router: &RouterClient,
     list: &mut PagedList<'_>,
@@ -98,7 +91,7 @@ async fn ask(
     Ok(Answers { fleet, sessions, placements })
 }
 
-/// Starts a thread that reads the terminal. `None` is a change of its size.
+/// `None` is a change of the terminal's size.
 fn read_keys() -> io::Result<mpsc::Receiver<Option<Key>>> {
     let (sender, receiver) = mpsc::channel(KEYS_WAITING_MAX);
     let read = move || {
@@ -135,8 +128,7 @@ fn to_key(event: event::KeyEvent) -> Option<Key> {
     })
 }
 
-/// The terminal while the program has it. It is restored when this is dropped, and before a panic
-/// says what happened.
+/// The terminal is restored when this is dropped, and before a panic says what happened.
 struct Screen {
     terminal: Terminal<CrosstermBackend<io::Stdout>>,
 }
@@ -163,7 +155,7 @@ impl Drop for Screen {
     }
 }
 
-/// Gives the terminal back as it was. If that fails, the terminal is gone.
+/// If that fails, the terminal is gone.
 fn restore() {
     let _ = execute!(io::stdout(), LeaveAlternateScreen, crossterm::cursor::Show);
     let _ = disable_raw_mode();

@@ -33,10 +33,6 @@ const COLUMNS: &[Column] = &[
     Column::number("AGO"),
 ];
 
-/// Lists the turns.
-///
-/// # Errors
-/// See [`listing::follow`].
 pub async fn run(target: &TargetArgs, args: &TurnsArgs) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     let session = args.session.as_deref().map(|session| format!("&session={}", encode(session)));

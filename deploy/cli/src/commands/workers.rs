@@ -30,10 +30,6 @@ const COLUMNS: &[Column] = &[
     Column::number("HEARD"),
 ];
 
-/// Lists the workers.
-///
-/// # Errors
-/// See [`listing::show`].
 pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     listing::show(args, async || {
@@ -67,7 +63,6 @@ fn row(worker: &Worker) -> Vec<Cell> {
     ]
 }
 
-/// Returns why workers don't take all turns, and the agents that were never heard.
 fn notes(fleet: &Fleet) -> Vec<String> {
     let not_fresh = fleet.workers.iter().filter(|worker| !worker.reason.is_empty());
     let reasons = not_fresh.map(|worker| (&worker.worker, &worker.reason));

@@ -16,18 +16,11 @@ use crate::{
     error::{Error, chain},
 };
 
-/// Connects to the agent that the arguments name. `wait_max` is the time limit of each call.
-///
-/// # Errors
-/// When a file can't be used, or no agent answers.
+/// `wait_max` is the time limit of each call.
 pub async fn connect(args: &TargetArgs, wait_max: Duration) -> Result<AgentClient, Error> {
     connect_to(args, &args.agent, wait_max).await
 }
 
-/// Connects to the agent at `url`. `wait_max` is the time limit of each call.
-///
-/// # Errors
-/// When a file can't be used, or no agent answers.
 pub async fn connect_to(
     args: &TargetArgs,
     url: &str,
@@ -46,7 +39,7 @@ pub async fn connect_to(
     client.map(|(client, _agent_id)| client).map_err(|status| call_error(args, &status))
 }
 
-/// Converts the status of a call. Each says why in the agent's own words.
+/// Each error says why in the agent's own words.
 #[must_use]
 pub fn call_error(args: &TargetArgs, status: &Status) -> Error {
     let why = status.message().to_owned();

@@ -19,18 +19,15 @@ use crate::{
     error::{Error, chain},
 };
 
-/// The time limit of a request. The router answers most from memory; a demotion takes 5 s at most.
+/// The router answers most requests from memory; a demotion takes 5 s at most.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
-/// The time limit of asking what answers at a port.
 const PROBE_MAX: Duration = Duration::from_secs(3);
-/// Most bytes of an answer: 1,024 workers with all their figures take 8 MB.
+/// 1,024 workers with all their figures take 8 MB.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// What an admin port says in its refusal of a route that it doesn't have.
 pub const ADMIN_PORT: &str = "the admin port";
-/// Most bytes of a key.
 const KEY_BYTES_MAX: usize = 64 * 1024;
 
-/// A client of one router.
 #[derive(Debug, Clone)]
 pub struct RouterClient {
     url: String,
@@ -38,28 +35,24 @@ pub struct RouterClient {
     authorization: Option<HeaderValue>,
 }
 
-/// An answer of the router, whatever its status.
 #[derive(Debug)]
 pub struct Answer {
-    /// The status.
     pub status: StatusCode,
-    /// The body, or null if the body isn't JSON.
+    /// Null if the body isn't JSON.
     pub body: Value,
 }
 
 /// An answer of a port of which it isn't known what answers.
 #[derive(Debug)]
 pub struct RawAnswer {
-    /// The status.
     pub status: StatusCode,
-    /// The clock of the host that answers, in whole seconds.
+    /// The clock of the answering host, in whole seconds.
     pub date: Option<SystemTime>,
-    /// The body.
     pub body: Bytes,
 }
 
 impl RawAnswer {
-    /// Returns the body as JSON, or null if the body isn't JSON.
+    /// Null if the body isn't JSON.
     #[must_use]
     pub fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or_default()
@@ -67,20 +60,13 @@ impl RawAnswer {
 }
 
 impl RouterClient {
-    /// Creates a client of the router that the arguments name, with the key of the arguments or the
-    /// environment. Doesn't connect yet.
-    ///
-    /// # Errors
-    /// When the URL, the key or a file can't be used.
+    /// Takes the key of the arguments or the environment. Doesn't connect yet.
     pub fn new(args: &TargetArgs) -> Result<Self, Error> {
         let authorization = read_key(args.key_file.as_deref())?;
         Self::at(args, "--router", &args.router, authorization)
     }
 
-    /// Creates a client of another port that the argument `flag` names.
-    ///
-    /// # Errors
-    /// When the URL or a file can't be used.
+    /// The argument `flag` names the port.
     pub fn at(
         args: &TargetArgs,
         flag: &str,
@@ -96,25 +82,16 @@ impl RouterClient {
         })
     }
 
-    /// Returns the router's URL.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// Returns the answer to a GET request.
-    ///
-    /// # Errors
-    /// When the router doesn't answer, refuses the key, or has no such route.
     pub async fn get(&self, path: &str) -> Result<Value, Error> {
         let answer = self.send(Method::GET, path).await?;
         self.accept(path, answer).await
     }
 
-    /// Returns the answer to a GET request as a value of type `T`, and as JSON.
-    ///
-    /// # Errors
-    /// As [`RouterClient::get`]; also when the answer isn't a `T`.
     pub async fn get_as<T: DeserializeOwned>(&self, path: &str) -> Result<(T, Value), Error> {
         let value = self.get(path).await?;
         let typed = T::deserialize(&value);
@@ -122,10 +99,6 @@ impl RouterClient {
         Ok((typed, value))
     }
 
-    /// Sends a request without a body.
-    ///
-    /// # Errors
-    /// When the router doesn't answer.
     pub async fn send(&self, method: Method, path: &str) -> Result<Answer, Error> {
         let unreachable_error = |why: String| Error::Unreachable {
             who: "router",
@@ -145,10 +118,7 @@ impl RouterClient {
         Ok(Answer { status, body: serde_json::from_slice(&body).unwrap_or_default() })
     }
 
-    /// Returns the answer to a GET request as it is, for a port behind which anything may be.
-    ///
-    /// # Errors
-    /// What the connection failed with.
+    /// Anything may be behind the port. The error is what the connection failed with.
     pub async fn probe(&self, path: &str) -> Result<RawAnswer, String> {
         let answer = tokio::time::timeout(PROBE_MAX, self.exchange_raw(Method::GET, path)).await;
         answer.map_err(|_| format!("no answer within {} s", PROBE_MAX.as_secs()))?
@@ -169,10 +139,6 @@ impl RouterClient {
         Ok(RawAnswer { status, date, body })
     }
 
-    /// Returns the body of an answer, or the error that its status means.
-    ///
-    /// # Errors
-    /// When the status isn't a success.
     pub async fn accept(&self, path: &str, answer: Answer) -> Result<Value, Error> {
         let Answer { status, body } = answer;
         if status.is_success() {
@@ -194,10 +160,6 @@ impl RouterClient {
         }
     }
 
-    /// Returns the version that the router says it has.
-    ///
-    /// # Errors
-    /// When the router doesn't answer.
     pub async fn version(&self) -> Result<Option<String>, Error> {
         let document = self.send(Method::GET, "/openapi.json").await?;
         Ok(document.body["info"]["version"].as_str().map(str::to_owned))
@@ -212,14 +174,12 @@ impl RouterClient {
         Error::RouteAbsent { url: self.url.clone(), version, route, own: env!("CARGO_PKG_VERSION") }
     }
 
-    /// Returns the error of an answer that has another form than expected.
     #[must_use]
     pub fn answer_error(&self, path: &str, why: String) -> Error {
         Error::Answer { url: format!("{}{path}", self.url), why }
     }
 }
 
-/// Returns a text as one part of a URL's path or query.
 #[must_use]
 pub fn encode(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
@@ -233,10 +193,7 @@ pub fn encode(text: &str) -> String {
     encoded
 }
 
-/// Returns the value of the header with the key of the file, or of `BERTH_KEY`.
-///
-/// # Errors
-/// When the file can't be read, or has no key.
+/// The key is of the file, or of `BERTH_KEY`.
 pub fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
     let (key, path) = match key_file {
         Some(path) => {
@@ -253,16 +210,12 @@ pub fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
     to_header(&key, &path)
 }
 
-/// Returns the value of the header with an engine's key, of `BERTH_ENGINE_API_KEY`.
-///
-/// # Errors
-/// When no header can carry the key.
 pub fn read_engine_key() -> Result<Option<HeaderValue>, Error> {
     let name = "BERTH_ENGINE_API_KEY";
     to_header(&std::env::var(name).unwrap_or_default(), name)
 }
 
-/// Returns a key as the value of a header. `None`: there is no key.
+/// `None` if there is no key.
 fn to_header(key: &str, path: &str) -> Result<Option<HeaderValue>, Error> {
     let key = key.trim();
     let key_error = |why: &str| Error::KeyFile { path: path.to_owned(), why: why.to_owned() };

@@ -12,14 +12,13 @@ use crate::{
     text::clean,
 };
 
-/// The agent's default of `sessions.pin_budget_ratio`, in percent.
+/// The agent's default of `sessions.pin_budget_ratio`.
 const PIN_BUDGET_PERCENT: u64 = 70;
-/// The most that pinned sessions may get. The rest of the pool is for running turns.
+/// The rest of the pool is for running turns.
 const PIN_BUDGET_PERCENT_MAX: u64 = 90;
-/// The rows with which two sessions can be pinned: the agent keeps one free.
+/// With 3 rows two sessions can be pinned: the agent keeps one free.
 const ROWS_MIN: u64 = 3;
 
-/// Returns the settings file of an agent.
 #[must_use]
 pub fn settings(agent: &AgentPlan, paths: &Paths, wishes: &Wishes) -> String {
     let engine = &agent.engine;
@@ -64,7 +63,7 @@ pub fn settings(agent: &AgentPlan, paths: &Paths, wishes: &Wishes) -> String {
     text
 }
 
-/// Returns the flags that an agent's engine lacks, as they are given, with what each costs.
+/// Flags as they are given, with what each costs.
 #[must_use]
 pub fn missing_flags(agent: &AgentPlan) -> Vec<(String, &'static str)> {
     let port = agent.kv_events_port;
@@ -78,8 +77,8 @@ pub fn missing_flags(agent: &AgentPlan) -> Vec<(String, &'static str)> {
     missing.into_iter().map(|flag| (whole(flag), flag.why)).collect()
 }
 
-/// Returns the share of the pool, in percent, that pinned sessions need so that one session of
-/// full length fits. `None`: the default does, or no share would.
+/// Pinned sessions need this share of the pool so that one session of full length fits. `None`: the
+/// default does, or no share would.
 #[must_use]
 pub fn pin_budget_percent(engine: &FoundEngine) -> Option<u64> {
     let whole = engine.context_tokens.checked_mul(100)?;
@@ -220,7 +219,7 @@ fn write_gpu(text: &mut String, agent: &AgentPlan) {
     }
 }
 
-/// Adds a comment, in lines of at most 100 columns where its words allow.
+/// Breaks lines at 100 columns where the words allow.
 fn comment(text: &mut String, comment: &str) {
     let mut line = String::from("#");
     for word in comment.split_whitespace() {

@@ -5,10 +5,8 @@ use serde_json::Value;
 
 use crate::flags::{self, EngineFlag};
 
-/// What an engine does with a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineRole {
-    /// All of it.
     Aggregated,
     /// It computes prompts for other engines.
     Prefill,
@@ -16,21 +14,19 @@ pub enum EngineRole {
     Decode,
 }
 
-/// How an engine publishes KV events.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct KvPublisher {
-    /// Where the first rank publishes. Empty: unknown, or nowhere.
+    /// The first rank publishes there. Empty: unknown, or nowhere.
     pub endpoint: String,
-    /// Whether the engine sends events again.
     pub has_replay: bool,
 }
 
 /// Which of a host's GPUs an engine takes, by its flags.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuFlags {
-    /// The device type, such as `cuda`.
+    /// Such as `cuda`.
     pub device: String,
-    /// How many GPUs all ranks of the engine have on all hosts together.
+    /// The number of GPUs of all ranks on all hosts together.
     pub count: usize,
     /// `--base-gpu-id`.
     pub first: usize,
@@ -43,49 +39,35 @@ pub struct GpuFlags {
 /// An engine that answered. Its many fields: one for each member that `init` uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundEngine {
-    /// Its base URL.
     pub url: String,
-    /// The port of the URL.
     pub port: u16,
-    /// SGLang's version.
     pub version: String,
-    /// The name of the model for clients.
+    /// The name for clients.
     pub model: String,
-    /// Where the engine read the model.
     pub model_path: String,
-    /// Tokens of a page.
     pub page_tokens: u64,
     /// Longest prompt and answer.
     pub context_tokens: u64,
-    /// Request rows of each rank.
+    /// The request rows of each rank.
     pub rows: u64,
-    /// Tokens of each rank's pool.
+    /// The pool of each rank.
     pub pool_tokens: u64,
-    /// DP ranks.
+    /// The number of DP ranks.
     pub ranks: u16,
-    /// What it does with prompts.
     pub role: EngineRole,
-    /// Port of its bootstrap server, if prefill and decode are apart.
+    /// `None` unless prefill and decode are apart.
     pub bootstrap_port: Option<u16>,
-    /// Whether it has `--enable-streaming-session`.
     pub has_streaming_session: bool,
-    /// Whether it has `--enable-session-radix-cache`.
     pub has_session_radix_cache: bool,
-    /// Whether it has `--enable-cache-report`.
     pub has_cache_report: bool,
-    /// How it publishes KV events. `None`: not at all.
+    /// `None`: the engine publishes none.
     pub kv_events: Option<KvPublisher>,
-    /// Its GPUs, as far as its flags say.
     pub gpus: GpuFlags,
-    /// Whether it refuses requests without its API key.
     pub wants_key: bool,
 }
 
 impl FoundEngine {
-    /// Reads the answer of `url` to `/server_info`.
-    ///
-    /// # Errors
-    /// When the answer isn't one of SGLang; the text says what is missing.
+    /// The error says what is missing in an answer that isn't SGLang's.
     pub fn parse(url: &str, port: u16, info: &Value) -> Result<Self, String> {
         let number = |key: &str| info[key].as_u64();
         let text = |key: &str| info[key].as_str().map(str::to_owned);
@@ -130,7 +112,7 @@ impl FoundEngine {
         })
     }
 
-    /// Returns the flags that the engine lacks. Half of a pair has no use for those of sessions.
+    /// Half of a pair has no use for the flags of sessions.
     #[must_use]
     pub fn missing_flags(&self) -> Vec<EngineFlag> {
         let is_whole = self.role == EngineRole::Aggregated;
@@ -145,7 +127,6 @@ impl FoundEngine {
         flags.into_iter().filter(|(is_there, _)| !is_there).map(|(_, flag)| flag).collect()
     }
 
-    /// Whether other hosts reach the engine's KV events.
     #[must_use]
     pub fn exposes_kv_events(&self) -> bool {
         let endpoint = self.kv_events.as_ref().and_then(|it| it.endpoint.strip_prefix("tcp://"));
@@ -157,7 +138,6 @@ impl FoundEngine {
     }
 }
 
-/// Reads where the engine publishes KV events. `None` if it doesn't.
 fn kv_publisher(info: &Value) -> Option<KvPublisher> {
     let config = info["kv_events_config"].as_str()?;
     let config = serde_json::from_str::<Value>(config).ok()?;

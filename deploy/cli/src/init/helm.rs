@@ -6,7 +6,6 @@ use std::fmt::Write as _;
 use super::{AgentPlan, agent, host::Host, quoted};
 use crate::text::clean;
 
-/// Returns the file of values.
 #[must_use]
 pub fn values(agent: &AgentPlan, host: &Host) -> String {
     let engine = &agent.engine;

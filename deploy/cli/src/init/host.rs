@@ -3,58 +3,44 @@
 
 use super::engine::GpuFlags;
 
-/// The host.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Host {
-    /// Its name.
     pub name: String,
-    /// Its NVIDIA GPUs, in the order of their PCI addresses, which is NVML's. Empty: unknown.
+    /// In the order of PCI addresses, which is NVML's. Empty: unknown.
     pub gpus: Vec<HostGpu>,
     /// Ports at which something listens. Empty: unknown.
     pub ports_taken: Vec<u16>,
 }
 
-/// A GPU of the host.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HostGpu {
-    /// Its PCI address.
     pub pci_address: String,
-    /// Its UUID, if the driver says it.
+    /// `None` if the driver doesn't say it.
     pub uuid: Option<String>,
-    /// Its model.
     pub model: String,
 }
 
 /// The process that listens at the engine's port.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EngineProcess {
-    /// Its id, if this user may see which process it is.
+    /// `None` if this user may not see which process it is.
     pub pid: Option<u32>,
-    /// The id of its user.
     pub uid: u32,
-    /// The name of its user, if there is one.
     pub user: Option<String>,
-    /// The service of systemd that runs it.
+    /// The service of systemd that runs the process.
     pub unit: Option<String>,
-    /// The part of its environment that matters here. `None`: this user may not read it.
+    /// `None`: this user may not read it.
     pub environment: Option<EngineEnvironment>,
 }
 
-/// The part of a process's environment that `init` uses.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EngineEnvironment {
-    /// `CUDA_VISIBLE_DEVICES`.
     pub visible_devices: Option<String>,
-    /// Whether `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`.
     pub is_in_pci_order: bool,
-    /// `BERTH_SHIM_SOCKET`.
     pub shim_socket: Option<String>,
 }
 
-/// Returns the values of `gpu.devices` for an engine.
-///
-/// # Errors
-/// When they aren't known; the text says why.
+/// The values of `gpu.devices`, or why they aren't known.
 pub fn devices(
     flags: &GpuFlags,
     process: Option<&EngineProcess>,
@@ -85,7 +71,7 @@ pub fn devices(
     Ok(mine)
 }
 
-/// Returns the devices of `CUDA_VISIBLE_DEVICES`, which are UUIDs or CUDA's numbers.
+/// The entries of `CUDA_VISIBLE_DEVICES` are UUIDs or CUDA's numbers.
 fn visible_devices(list: &str, is_in_pci_order: bool, host: &Host) -> Result<Vec<String>, String> {
     let entries = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     let to_device = |entry: &str| {

@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use super::{AgentPlan, Paths, ROUTER_PORTS, Wishes, quoted};
 
-/// Returns the router's settings file.
 #[must_use]
 pub fn settings(agents: &[AgentPlan], paths: &Paths, wishes: &Wishes) -> String {
     let workers = agents.iter().map(|agent| control_url(agent, wishes));
@@ -38,7 +37,6 @@ pub fn settings(agents: &[AgentPlan], paths: &Paths, wishes: &Wishes) -> String 
     text
 }
 
-/// Returns the URL of an agent's control port, as routers reach it.
 #[must_use]
 pub fn control_url(agent: &AgentPlan, wishes: &Wishes) -> String {
     let [_, control, _] = agent.ports;

@@ -7,14 +7,11 @@ use std::fmt::Write as _;
 
 use super::{AgentPlan, Content, OutputFile, TOKEN_FILE, Wishes, text_file, unit_folder};
 
-/// The unit of the package.
 const UNIT: &str = include_str!("../../../systemd/berth-agent.service");
-/// The user in that unit.
+/// The user in the unit.
 const USER: &str = "sglang";
-/// The name of the template.
 const TEMPLATE: &str = "berth-agent@.service";
 
-/// Returns the units, drop-ins and the script.
 #[must_use]
 pub fn files(agents: &[AgentPlan], wishes: &Wishes) -> Vec<OutputFile> {
     let mut files = vec![];
@@ -43,7 +40,7 @@ pub fn files(agents: &[AgentPlan], wishes: &Wishes) -> Vec<OutputFile> {
     files
 }
 
-/// Returns the package's unit as a template, whose instances are named by their engines' ports.
+/// Instances are named by their engines' ports.
 fn template() -> String {
     UNIT.replace("beside an SGLang engine", "beside the SGLang engine at port %i")
         .replace("/etc/berth/agent.toml", "/etc/berth/agent-%i.toml")
@@ -58,7 +55,7 @@ fn unit(agent: &AgentPlan) -> String {
     }
 }
 
-/// Returns the engine's own unit, if its name is one that a path and a script can have.
+/// `None` unless the name is one that a path and a script can have.
 fn engine_unit(agent: &AgentPlan) -> Option<&str> {
     let unit = agent.process.as_ref()?.unit.as_deref()?;
     is_name(unit).then_some(unit)
@@ -69,7 +66,6 @@ fn is_name(text: &str) -> bool {
     !text.is_empty() && !text.starts_with(['.', '-']) && text.bytes().all(is_legal)
 }
 
-/// Returns what an agent's unit has besides the package's. `None`: nothing.
 fn agent_drop_in(agent: &AgentPlan) -> Option<String> {
     let user = agent.process.as_ref().and_then(|it| it.user.as_deref());
     let mut text = String::new();

@@ -5,33 +5,26 @@ use std::io::IsTerminal as _;
 /// What a text means to its reader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Tone {
-    /// Nothing special.
     #[default]
     Plain,
-    /// As it should be.
     Good,
     /// Worth a look.
     Warn,
-    /// A fault.
     Bad,
-    /// Of less weight.
     Faint,
-    /// A title.
     Strong,
 }
 
-/// How output is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
-    /// Whether tones are colours.
     pub has_colours: bool,
-    /// Columns of the terminal; `None`: no limit.
+    /// `None`: no limit.
     pub columns: Option<usize>,
 }
 
 impl Style {
-    /// Returns the style of standard output. The environment can switch colours off (`NO_COLOR`,
-    /// `TERM=dumb`) and say the columns of what is no terminal (`COLUMNS`).
+    /// The environment can switch colours off (`NO_COLOR`, `TERM=dumb`) and say the columns of what
+    /// is no terminal (`COLUMNS`).
     #[must_use]
     pub fn of_stdout() -> Self {
         let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
@@ -48,7 +41,6 @@ impl Style {
         }
     }
 
-    /// Returns a text in the colour of its tone.
     #[must_use]
     pub fn paint(self, tone: Tone, text: &str) -> String {
         let code = match tone {
@@ -63,7 +55,6 @@ impl Style {
     }
 }
 
-/// Returns the tone of a worker's or session's state.
 #[must_use]
 pub fn state_tone(state: &str) -> Tone {
     match state {

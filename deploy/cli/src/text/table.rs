@@ -4,41 +4,36 @@ use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
 use super::style::{Style, Tone};
 
-/// The narrowest that a column is made for lack of room.
+/// No column is made narrower for lack of room.
 const COLUMN_WIDTH_MIN: usize = 8;
-/// Spaces between two columns.
 const GAP: usize = 2;
 
-/// A column: its title, and how its cells are laid out.
 #[derive(Debug, Clone, Copy)]
 pub struct Column {
     title: &'static str,
     is_number: bool,
-    /// Whether its cells may be cut where the terminal is too narrow.
+    /// Cells may be cut where the terminal is too narrow.
     is_cuttable: bool,
 }
 
 impl Column {
-    /// Returns a column of texts, which may be cut.
     #[must_use]
     pub const fn text(title: &'static str) -> Self {
         Self { title, is_number: false, is_cuttable: true }
     }
 
-    /// Returns a column of words that stay whole.
     #[must_use]
     pub const fn word(title: &'static str) -> Self {
         Self { title, is_number: false, is_cuttable: false }
     }
 
-    /// Returns a column of numbers, which stand at its right edge.
+    /// Numbers stand at the right edge.
     #[must_use]
     pub const fn number(title: &'static str) -> Self {
         Self { title, is_number: true, is_cuttable: false }
     }
 }
 
-/// A cell.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cell {
     text: String,
@@ -46,7 +41,6 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// Returns a cell with a tone.
     #[must_use]
     pub fn toned(text: impl Into<String>, tone: Tone) -> Self {
         Self { text: text.into(), tone }
@@ -59,7 +53,7 @@ impl<T: Into<String>> From<T> for Cell {
     }
 }
 
-/// Returns a table with a line of titles, in complete lines. Each row has a cell for each column.
+/// Each row has a cell for each column.
 #[must_use]
 pub fn render(columns: &[Column], rows: &[Vec<Cell>], style: Style) -> String {
     let widths = fit(columns, rows, style.columns);
@@ -69,7 +63,6 @@ pub fn render(columns: &[Column], rows: &[Vec<Cell>], style: Style) -> String {
     lines.map(|row| line(columns, row, &widths, style) + "\n").collect()
 }
 
-/// Returns the width of each column.
 fn fit(columns: &[Column], rows: &[Vec<Cell>], room: Option<usize>) -> Vec<usize> {
     let widest = |index: usize, column: &Column| {
         let cells = rows.iter().map(|row| row[index].text.width());
@@ -114,7 +107,7 @@ fn line(columns: &[Column], row: &[Cell], widths: &[usize], style: Style) -> Str
     line
 }
 
-/// Returns a text that is at most `width` columns wide; one that is cut ends with `…`.
+/// A text that is cut ends with `…`.
 #[must_use]
 pub fn cut(text: &str, width: usize) -> String {
     if text.width() <= width {

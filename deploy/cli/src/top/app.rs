@@ -11,29 +11,23 @@ use crate::{
     connect::router::encode,
 };
 
-/// Sessions that are asked for: the most that the router tells.
+/// The router tells no more.
 const SESSIONS_MAX: usize = 1_000;
-/// Placements that are kept.
 const PLACEMENTS_MAX: usize = 200;
-/// Characters of a filter.
 const FILTER_CHARS_MAX: usize = 100;
 
-/// By what sessions are sorted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum SortKey {
     /// Most KV first.
     #[default]
     Tokens,
-    /// Most turns first.
     Turns,
     /// Used last first.
     Idle,
-    /// By id.
     Id,
 }
 
 impl SortKey {
-    /// Returns the next key, in a circle.
     #[must_use]
     pub fn next(self) -> Self {
         match self {
@@ -44,7 +38,6 @@ impl SortKey {
         }
     }
 
-    /// Returns the name.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -55,7 +48,6 @@ impl SortKey {
         }
     }
 
-    /// Returns the router's name of the order.
     fn as_query(self) -> &'static str {
         match self {
             Self::Tokens => "resident",
@@ -66,37 +58,27 @@ impl SortKey {
     }
 }
 
-/// A key that the user pressed, as far as `berth top` knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Key {
-    /// A character.
     Char(char),
-    /// One line up, or down.
     Up,
-    /// One line down.
     Down,
-    /// One page up.
     PageUp,
-    /// One page down.
     PageDown,
     /// Ends an input.
     Enter,
     /// Abandons an input.
     Escape,
-    /// Removes the last character of an input.
     Backspace,
     /// Ends the program, whatever is shown.
     Interrupt,
 }
 
-/// What the router answered to one round of questions.
 #[derive(Debug, Clone)]
 pub struct Answers {
-    /// The workers.
     pub fleet: Fleet,
-    /// The first sessions of the fleet, and the sessions that started them.
     pub sessions: FleetSessions,
-    /// The placements since the last round, or why there are none.
+    /// `Err` says why there are none.
     pub placements: Result<Vec<Placement>, String>,
 }
 
@@ -110,39 +92,27 @@ impl Default for Answers {
 /// What is shown. Its many fields: what was answered, and what the user chose.
 #[derive(Debug)]
 pub struct App {
-    /// The router's URL.
     pub router: String,
-    /// The workers.
     pub fleet: Fleet,
     sessions: FleetSessions,
-    /// The placements, newest first, with the time at which each was answered.
+    /// The newest is first, with the time at which each was answered.
     pub placements: VecDeque<(Instant, Placement)>,
-    /// Why there are no placements.
     pub placements_problem: Option<String>,
-    /// When the router answered last.
     pub answered_at: Option<Instant>,
-    /// Why the router doesn't answer now.
     pub problem: Option<String>,
-    /// By what sessions are sorted.
     pub sort_key: SortKey,
     /// Only sessions that have this text in any letter case are shown, and their parents.
     pub filter: String,
-    /// Whether keys go into the filter.
     pub is_typing: bool,
-    /// Whether the keys are explained.
     pub shows_help: bool,
-    /// The first worker that is shown.
     pub worker_offset: usize,
-    /// The first session that is shown.
     pub session_offset: usize,
-    /// Whether the arrows move the workers instead of the sessions.
+    /// The arrows move the workers instead of the sessions.
     pub moves_workers: bool,
-    /// Whether answers are ignored.
     pub is_paused: bool,
 }
 
 impl App {
-    /// Creates the state before the first answer.
     #[must_use]
     pub fn new(router: impl Into<String>) -> Self {
         Self {
@@ -164,8 +134,7 @@ impl App {
         }
     }
 
-    /// Takes the answers of one round, or why the router didn't answer. After a failure the last
-    /// figures stay, and the failure is shown.
+    /// After a failure the last figures stay, and the failure is shown.
     pub fn apply(&mut self, now: Instant, answers: Result<Answers, String>) {
         let answers = match answers {
             Ok(answers) => answers,
@@ -192,7 +161,7 @@ impl App {
         }
     }
 
-    /// Handles a key. Returns whether the program goes on.
+    /// Returns whether the program goes on.
     pub fn press(&mut self, key: Key) -> bool {
         if key == Key::Interrupt {
             return false;
@@ -248,21 +217,20 @@ impl App {
         self.session_offset = self.session_offset.min(sessions.saturating_sub(1));
     }
 
-    /// Returns the path and query that asks the router for the sessions that are wanted now.
     #[must_use]
     pub fn sessions_query(&self) -> String {
         let (sort, find) = (self.sort_key.as_query(), encode(&self.filter));
         format!("/v1/fleet/sessions?limit={SESSIONS_MAX}&sort={sort}&find={find}")
     }
 
-    /// Returns how many sessions the router found, which may be more than are listed.
+    /// There may be more than are listed.
     #[must_use]
     pub fn sessions_total(&self) -> u64 {
         self.sessions.total
     }
 
-    /// Returns the sessions that the filter lets pass, sorted, below the sessions that started
-    /// them. The router has filtered and sorted them; between a key and its next answer, this does.
+    /// The router has filtered and sorted the sessions; between a key and its next answer, this
+    /// does.
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionLine<'_>> {
         let filter = self.filter.to_lowercase();
@@ -294,7 +262,7 @@ impl App {
         tree::below_parents(&found, &parents)
     }
 
-    /// Returns how long the router has not answered, if it doesn't.
+    /// `None` if the router answers.
     #[must_use]
     pub fn silence(&self, now: Instant) -> Option<Duration> {
         self.problem.as_ref()?;

@@ -2,12 +2,12 @@
 
 use crate::api::PoolParts;
 
-/// The parts in their order: name, and the character that shows the part without colours too.
+/// The parts in their order. The character shows the part without colours too.
 pub const PARTS: [(&str, char); 5] =
     [("pinned", '█'), ("locked", '▓'), ("running", '▒'), ("evictable", '░'), ("free", '·')];
 
-/// Returns the cells of each part, in the order of [`PARTS`]. They add up to `width`. A part that
-/// isn't empty has a cell as long as there are enough.
+/// Has the order of [`PARTS`]. The cells add up to `width`. A part that isn't empty has a cell as
+/// long as there are enough.
 #[must_use]
 pub fn cells(parts: &PoolParts, width: usize) -> [usize; 5] {
     let tokens = [parts.pinned, parts.locked, parts.running, parts.evictable, parts.free];

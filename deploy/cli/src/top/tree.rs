@@ -4,20 +4,18 @@ use std::collections::BTreeMap;
 
 use crate::api::Session;
 
-/// A session in the order in which it is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionLine<'a> {
     /// How many sessions of the list are above it: 0 without a parent in the list.
     pub depth: usize,
-    /// The session.
     pub session: &'a Session,
-    /// Whether it was found itself. If not, it is here because a session below it was.
+    /// If it wasn't found itself, it is here because a session below it was.
     pub is_found: bool,
 }
 
-/// Returns the sessions that were found, in their order, each below its parent. The parents come
-/// from both lists. A family stands where its first member stands in the order. A session without a
-/// known parent stands alone; sessions that name each other in a circle are all shown.
+/// The parents come from both lists. A family stands where its first member stands in the order of
+/// `found`. A session without a known parent stands alone; sessions that name each other in a
+/// circle are all shown.
 #[must_use]
 pub fn below_parents<'a>(found: &[&'a Session], parents: &[&'a Session]) -> Vec<SessionLine<'a>> {
     let sessions: Vec<&Session> = found.iter().chain(parents).copied().collect();

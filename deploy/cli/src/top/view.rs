@@ -27,14 +27,12 @@ use crate::{
     },
 };
 
-/// Columns from which sessions and placements stand side by side.
+/// From this width, sessions and placements stand side by side.
 const WIDE_COLUMNS: u16 = 140;
-/// Colours of the bar's parts, in their order.
+/// In the order of [`PARTS`].
 const PART_COLOURS: [Color; 5] =
     [Color::Magenta, Color::Blue, Color::Green, Color::Yellow, Color::DarkGray];
-/// The widest column of workers' names.
 const NAME_WIDTH_MAX: u16 = 24;
-/// The keys, as the help shows them.
 const HELP: [(&str, &str); 9] = [
     ("q, ctrl-c", "quit"),
     ("up, down, j, k", "move the sessions, or the workers after w"),
@@ -47,7 +45,6 @@ const HELP: [(&str, &str); 9] = [
     ("?, h", "this help; any key ends it"),
 ];
 
-/// Draws the state.
 pub fn draw(frame: &mut Frame<'_>, app: &App, now: Instant, has_colours: bool) {
     let area = frame.area();
     let painter = Painter { has_colours };
@@ -85,7 +82,6 @@ pub fn draw(frame: &mut Frame<'_>, app: &App, now: Instant, has_colours: bool) {
     }
 }
 
-/// Makes styles, if there are colours.
 #[derive(Clone, Copy)]
 struct Painter {
     has_colours: bool,
@@ -107,7 +103,6 @@ impl Painter {
         }
     }
 
-    /// Returns the first line: the router, the sums, and whether the router answers.
     fn head(self, app: &App, now: Instant, width: u16) -> Line<'static> {
         let workers = app.fleet.workers.len();
         let fresh = app.fleet.workers.iter().filter(|worker| worker.is_fresh()).count();
@@ -139,7 +134,6 @@ impl Painter {
         Line::from(spans)
     }
 
-    /// Returns the meaning of the bar's characters.
     fn legend(self) -> Line<'static> {
         let parts = PARTS.iter().zip(PART_COLOURS).flat_map(|((name, character), colour)| {
             let mark = Span::styled(character.to_string().repeat(2), self.colour(colour));
@@ -298,7 +292,6 @@ impl Painter {
     }
 }
 
-/// Returns the width of a column with these texts, between two bounds.
 fn column_width<'a>(texts: impl Iterator<Item = &'a String>, min: u16, max: u16) -> u16 {
     let longest = texts.map(|text| text.chars().count()).max().unwrap_or(0);
     u16::try_from(longest).unwrap_or(max).clamp(min, max)

@@ -1,9 +1,7 @@
 //! Converts a device and its readings between the domain type and the wire format.
 //!
-//! A device is a GPU, or a MIG slice of a GPU. Both directions are used by the parent module, for
-//! the devices of a load report and of a description. Reading rejects a device without a UUID, a
-//! part that is larger than its whole, and a percentage above 100. An absent text is an empty
-//! string on the wire.
+//! Reading rejects a device without a UUID, a part that is larger than its whole, and a percentage
+//! above 100. An absent text is an empty string on the wire.
 
 use super::{Device, Error, check_at_most, figure::read_figure, impossible};
 use crate::v1;
@@ -43,7 +41,6 @@ impl TryFrom<v1::Device> for Device {
     }
 }
 
-/// Checks that no part is larger than its whole, and that percentages are at most 100.
 fn check_parts(device: &Device) -> Result<(), Error> {
     let engine_bytes = device.engine_bytes.map(|figure| figure.value);
     for (field, part) in [

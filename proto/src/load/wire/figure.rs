@@ -24,7 +24,6 @@ impl From<Figure> for v1::Figure {
     }
 }
 
-/// Reads a figure that may be absent.
 pub(super) fn read_figure(wire: Option<v1::Figure>) -> Result<Option<Figure>, Error> {
     wire.map(Figure::try_from).transpose()
 }

@@ -1,6 +1,6 @@
 //! Reads a token issuer's keys from a URL, within bounds of time and size.
 //!
-//! Redirects are not followed: the setting names the final address. TLS is by rustls.
+//! Redirects are not followed: the setting names the final address.
 
 use std::{path::Path, time::Duration};
 
@@ -17,10 +17,9 @@ use service::tls::pem;
 
 use crate::config::jwt::JWKS_BYTES_MAX;
 
-/// The time limit of a reading. Identity providers answer within a second.
+/// Identity providers answer within a second.
 pub(super) const FETCH_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Reads one URL.
 #[derive(Debug)]
 pub(super) struct Fetcher {
     url: Uri,
@@ -28,10 +27,7 @@ pub(super) struct Fetcher {
 }
 
 impl Fetcher {
-    /// Makes a client for the URL. `ca_file` may be empty: then the system's certificates count.
-    ///
-    /// # Errors
-    /// When there are no certificates to trust. The text says what is wrong.
+    /// An empty `ca_file` stands for the system's certificates.
     pub(super) fn new(url: Uri, ca_file: &Path) -> Result<Self, String> {
         let roots = match url.scheme_str() {
             Some("https") => trusted_roots(ca_file)?,
@@ -49,7 +45,6 @@ impl Fetcher {
         Ok(Self { url, client })
     }
 
-    /// Reads the URL. An error says what failed.
     pub(super) async fn fetch(&self) -> Result<Bytes, String> {
         let fetched = tokio::time::timeout(FETCH_TIME_MAX, self.fetch_all()).await;
         fetched.unwrap_or_else(|_| Err(format!("no whole answer within {FETCH_TIME_MAX:?}")))
@@ -70,7 +65,6 @@ impl Fetcher {
     }
 }
 
-/// Returns the CAs of a file, or else of the system.
 fn trusted_roots(ca_file: &Path) -> Result<RootCertStore, String> {
     if !ca_file.as_os_str().is_empty() {
         let content = std::fs::read(ca_file)

@@ -1,6 +1,6 @@
 //! Lets `jsonwebtoken` verify signatures with `ring`, the library that TLS uses, too.
 //!
-//! The router verifies tokens and makes none, so signing fails. Symmetric algorithms fail, too.
+//! The router makes no tokens, so signing fails. Symmetric algorithms fail, too.
 
 use jsonwebtoken::{
     Algorithm, DecodingKey, DecodingKeyKind, EncodingKey,
@@ -19,13 +19,12 @@ static PROVIDER: CryptoProvider = CryptoProvider {
     key_utils: KeyUtils::new_unimplemented(),
 };
 
-/// Makes `jsonwebtoken` use this provider in the whole process.
+/// Holds for the whole process.
 pub(super) fn install() {
     // Fails only if it was installed before.
     let _ = PROVIDER.install_default();
 }
 
-/// Verifies signatures of one key by one algorithm.
 struct RingVerifier {
     algorithm: Algorithm,
     key: DecodingKey,
@@ -53,11 +52,9 @@ impl Verifier<Vec<u8>> for RingVerifier {
     }
 }
 
-/// How `ring` names an algorithm.
 enum Scheme {
-    /// Of keys that are one text of bytes.
     Plain(&'static dyn VerificationAlgorithm),
-    /// Of RSA keys of at least 2,048 bits.
+    /// For keys of at least 2,048 bits.
     Rsa(&'static RsaParameters),
 }
 
@@ -76,7 +73,7 @@ fn scheme(algorithm: Algorithm) -> Option<Scheme> {
     })
 }
 
-/// Returns a number without leading zeros, which some issuers write and `ring` refuses.
+/// Some issuers write leading zeros, and `ring` refuses them.
 fn without_zeros(number: &[u8]) -> &[u8] {
     let zeros = number.iter().take_while(|byte| **byte == 0).count();
     &number[zeros..]

@@ -1,7 +1,7 @@
 //! Reads when a certificate expires. Pure, but for the reading of the file.
 //!
-//! Only the validity is read, by its place in the certificate (RFC 5280, 4.1). Who signed it is
-//! checked by those who use it.
+//! Only the validity is read, by its place in the certificate (RFC 5280, 4.1). Those who use the
+//! certificate check who signed it.
 
 use std::path::Path;
 
@@ -13,8 +13,7 @@ const GENERALIZED_TIME: u8 = 0x18;
 /// The tag of the version, which an old certificate doesn't have.
 const VERSION: u8 = 0xa0;
 
-/// Returns the day on which the first certificate of a PEM file expires, counted from 1970. `None`
-/// if the file has no readable certificate.
+/// Counts the days from 1970, for the first certificate of a PEM file. `None` if none is readable.
 #[must_use]
 pub(super) fn last_day(path: &Path) -> Option<i64> {
     let certificate = CertificateDer::from_pem_file(path).ok()?;
@@ -46,8 +45,7 @@ fn parse_last_day(der: &[u8]) -> Option<i64> {
     Some(days_from_1970(number(0, 4)?, number(4, 6)?, number(6, 8)?))
 }
 
-/// Returns the days from 1970-01-01 to a day of the Gregorian calendar. A year begins in March, so
-/// that a leap day is its last.
+/// A year begins in March, so that a leap day is its last.
 fn days_from_1970(year: i64, month: i64, day: i64) -> i64 {
     let year = if month > 2 { year } else { year - 1 };
     let month = (month + 9) % 12;
@@ -56,7 +54,7 @@ fn days_from_1970(year: i64, month: i64, day: i64) -> i64 {
     365 * year + leap_days + days_before_month + day - 1 - 719_468
 }
 
-/// Reads DER: values with a tag and a length.
+/// DER is values with a tag and a length.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {

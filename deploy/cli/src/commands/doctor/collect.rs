@@ -30,32 +30,27 @@ use crate::{
     error::{Error, chain},
 };
 
-/// The time limit of each call to an agent.
 const CALL_MAX: Duration = Duration::from_secs(5);
-/// Default ports of routers and agents for operators.
+/// These ports are the defaults.
 const ROUTER_ADMIN_PORT: u16 = 8081;
 const AGENT_ADMIN_PORT: u16 = 31_002;
 const NS_PER_DAY: u64 = 86_400_000_000_000;
-/// The settings that name certificates.
 const CERTIFICATE_SETTINGS: [&str; 6] =
     ["tls.cert", "tls.client_ca", "agents.ca", "agents.cert", "auth.jwt.ca_file", "claims.ca"];
 
-/// The facts, and what is missing of them.
 #[derive(Debug, Default)]
 pub(super) struct Collected {
     pub(super) facts: Facts,
-    /// What could not be asked, and how it could be.
+    /// Says what could not be asked, and how it could be.
     pub(super) not_asked: Vec<String>,
 }
 
-/// An admin port that answered.
 struct AdminPort {
     url: String,
     settings: Value,
     date: Option<SystemTime>,
 }
 
-/// Asks everything that the arguments name, and the agents that the routers know.
 pub(super) async fn collect(target: &TargetArgs, args: &DoctorArgs) -> Result<Collected, Error> {
     let key = router::read_key(target.key_file.as_deref())?;
     let mut collected = Collected::default();
@@ -86,7 +81,6 @@ pub(super) async fn collect(target: &TargetArgs, args: &DoctorArgs) -> Result<Co
     Ok(collected)
 }
 
-/// Returns the control ports to ask: those that the routers know, and those of the arguments.
 fn agent_urls(target: &TargetArgs, args: &DoctorArgs, facts: &Facts) -> BTreeSet<String> {
     let mut urls: BTreeSet<String> = facts.workers().map(|worker| worker.control.clone()).collect();
     let fleets = facts.routers.iter().filter_map(|router| router.fleet.as_ref());
@@ -149,7 +143,7 @@ async fn ask_router(
     })
 }
 
-/// Returns what answers where a router is expected, by its answer to `/v1/workers`.
+/// Judges by the answer to `/v1/workers`.
 fn router_reach(answer: &RawAnswer, has_document: bool) -> Reach {
     let message = answer.json()["error"]["message"].as_str().unwrap_or_default().to_owned();
     match answer.status {
@@ -242,8 +236,7 @@ async fn ask_agent(
     })
 }
 
-/// Whether an admin port is that of the agent whose control port is at `url`, by its host and its
-/// settings.
+/// Judges by the admin port's host and settings.
 fn has_control_port(admin: &AdminPort, url: &str) -> bool {
     let control = setting(&admin.settings, "listen.control_addr").as_str();
     let port = control.and_then(|it| it.parse::<SocketAddr>().ok()).map(|it| it.port());
@@ -252,7 +245,7 @@ fn has_control_port(admin: &AdminPort, url: &str) -> bool {
     port.is_some() && port == url.port_u16() && admin.host() == url.host()
 }
 
-/// Asks an admin port for the effective settings. Returns why there are none.
+/// The inner error says why there are no settings.
 async fn ask_admin(
     target: &TargetArgs,
     url: &str,
@@ -276,7 +269,7 @@ fn is_reachable_from_here(control: &str, engine: &str) -> bool {
     !is_loopback(engine) || is_loopback(control)
 }
 
-/// Asks an engine for its flags, with the key that the agent has too.
+/// Sends the key that the agent has too.
 async fn ask_engine(
     target: &TargetArgs,
     url: &str,
@@ -289,13 +282,12 @@ async fn ask_engine(
     }))
 }
 
-/// Returns the URL of another port of the same host.
 fn at_port(url: &str, port: u16) -> Option<String> {
     let uri = url.parse::<Uri>().ok()?;
     Some(format!("http://{}:{port}", uri.host()?))
 }
 
-/// Returns how far a clock is ahead of this host's, by a time in whole seconds.
+/// `date` has whole seconds.
 fn ahead_ms(date: SystemTime) -> i64 {
     let since_1970 = date.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let theirs = i64::try_from(since_1970.as_millis()).unwrap_or(i64::MAX);
@@ -304,7 +296,7 @@ fn ahead_ms(date: SystemTime) -> i64 {
     theirs.saturating_add(500).saturating_sub(ours)
 }
 
-/// Returns Berth's processes on this host, as far as this user may look at them.
+/// Leaves out what this user may not look at.
 fn processes() -> Vec<ProcessFacts> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| process(&entry.path())).collect()
@@ -322,7 +314,6 @@ fn process(folder: &Path) -> Option<ProcessFacts> {
     Some(ProcessFacts { name, pid, descriptors_max })
 }
 
-/// Returns the certificates that settings name and this host has.
 fn certificates(facts: &Facts) -> Vec<CertificateFacts> {
     let routers = facts.routers.iter().filter_map(|router| router.settings.as_ref());
     let agents = facts.agents.iter().filter_map(|agent| agent.settings.as_ref());

@@ -15,21 +15,18 @@ use crate::{
     init::{ENGINES_MAX, engine::FoundEngine},
 };
 
-/// The ports at which engines are looked for. SGLang's default, and those that a host with a
-/// process for each GPU usually takes.
+/// SGLang's default, and what a host with a process for each GPU usually takes.
 const USUAL_PORTS: std::ops::Range<u16> = 30_000..30_008;
-/// The most ports that are asked: each takes 3 s at most.
+/// Each port takes 3 s at most.
 const PORTS_MAX: usize = 32;
 
-/// The engines that answered.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) engines: Vec<FoundEngine>,
-    /// What answered too and isn't among them, for the user.
+    /// What answered too and isn't among the engines, for the user.
     pub(super) passed_over: Vec<String>,
 }
 
-/// What a URL answered.
 enum Answered {
     Engine(Box<FoundEngine>),
     Refused,
@@ -37,7 +34,6 @@ enum Answered {
     Nothing(String),
 }
 
-/// Asks the engines that the arguments name, or looks for some.
 pub(super) async fn find(
     target: &TargetArgs,
     args: &InitArgs,
@@ -124,8 +120,7 @@ async fn search(
     Err(Error::NoEngine { asked: asked.join("; ") })
 }
 
-/// Returns the usual ports, and those of SGLang's processes. Where this host says which ports
-/// listen, others aren't asked, but for the first usual one.
+/// Where this host says which ports listen, others aren't asked, but for the first usual one.
 fn ports_to_ask(of_processes: &BTreeSet<u16>, listening: &Listening) -> Vec<u16> {
     let usual = USUAL_PORTS.filter(|port| listening.ports().is_none_or(|it| it.contains(port)));
     let mut ports: BTreeSet<u16> = usual.chain(of_processes.iter().copied()).collect();

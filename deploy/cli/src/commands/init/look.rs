@@ -13,27 +13,24 @@ use service::private_folder::own_uid;
 
 use crate::init::host::{EngineEnvironment, EngineProcess, Host, HostGpu};
 
-/// The most bytes of a file in `/proc` that are read.
 const BYTES_MAX: u64 = 4 << 20;
-/// The most processes, and open files of one, that are looked at.
 const PROCESSES_MAX: usize = 65_536;
 const FILES_MAX: usize = 65_536;
-/// The state of a socket that listens, as in `/proc/net/tcp`.
+/// The state in `/proc/net/tcp`.
 const LISTEN: &str = "0A";
 
-/// A socket that listens.
 #[derive(Debug, Clone, Copy)]
 struct Socket {
     uid: u32,
     inode: u64,
 }
 
-/// The TCP sockets of this host that listen, by port.
+/// The sockets by port.
 #[derive(Debug, Default)]
 pub(super) struct Listening(BTreeMap<u16, Socket>);
 
 impl Listening {
-    /// Returns the ports. `None` if this host doesn't say.
+    /// `None` if this host doesn't say.
     pub(super) fn ports(&self) -> Option<BTreeSet<u16>> {
         (!self.0.is_empty()).then(|| self.0.keys().copied().collect())
     }
@@ -49,13 +46,12 @@ impl Listening {
     }
 }
 
-/// Returns the sockets that listen.
 pub(super) fn listening() -> Listening {
     let tables = ["/proc/net/tcp6", "/proc/net/tcp"].map(|path| read(Path::new(path)));
     Listening(tables.iter().flatten().flat_map(|text| parse_sockets(text)).collect())
 }
 
-/// Reads the sockets that listen from a table of `/proc/net`.
+/// `table` is a file of `/proc/net`.
 fn parse_sockets(table: &str) -> impl Iterator<Item = (u16, Socket)> {
     table.lines().skip(1).filter_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().take(10).collect();
@@ -66,8 +62,7 @@ fn parse_sockets(table: &str) -> impl Iterator<Item = (u16, Socket)> {
     })
 }
 
-/// Returns the ports of the processes whose command line names SGLang: those at which they listen,
-/// if this user may see that, and those of their `--port`.
+/// Ports at which the processes listen, if this user may see that, and those of their `--port`.
 pub(super) fn sglang_ports(listening: &Listening) -> BTreeSet<u16> {
     let mut ports = BTreeSet::new();
     let mut inodes = BTreeSet::new();
@@ -83,7 +78,7 @@ pub(super) fn sglang_ports(listening: &Listening) -> BTreeSet<u16> {
     ports
 }
 
-/// Whether a command line, with NUL after each word, starts a server of SGLang.
+/// `line` has NUL after each word.
 fn is_sglang(line: &str) -> bool {
     let mut words = line.split('\0').take(8);
     words.any(|word| {
@@ -92,7 +87,6 @@ fn is_sglang(line: &str) -> bool {
     })
 }
 
-/// Returns the value of `--port` in a command line.
 fn port_argument(line: &str) -> Option<u16> {
     let mut words = line.split('\0');
     while let Some(word) = words.next() {
@@ -106,7 +100,6 @@ fn port_argument(line: &str) -> Option<u16> {
     None
 }
 
-/// Returns the folders of this host's processes.
 fn processes() -> impl Iterator<Item = PathBuf> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let is_number = |path: &PathBuf| {
@@ -115,7 +108,7 @@ fn processes() -> impl Iterator<Item = PathBuf> {
     entries.map(|entry| entry.path()).filter(is_number).take(PROCESSES_MAX)
 }
 
-/// Returns the inodes of a process's sockets, as far as this user may see them.
+/// Leaves out what this user may not see.
 fn sockets_of(folder: &Path) -> BTreeSet<u64> {
     let files = fs::read_dir(folder.join("fd")).into_iter().flatten().flatten().take(FILES_MAX);
     let inode = |file: fs::DirEntry| {
@@ -125,7 +118,7 @@ fn sockets_of(folder: &Path) -> BTreeSet<u64> {
     files.filter_map(inode).collect()
 }
 
-/// Returns the process that listens at a port of this host. `None`: unknown.
+/// `None` if the process is unknown.
 pub(super) fn process_at(port: u16, listening: &Listening) -> Option<EngineProcess> {
     let socket = listening.0.get(&port)?;
     let folder = processes().find(|folder| sockets_of(folder).contains(&socket.inode));
@@ -139,7 +132,6 @@ pub(super) fn process_at(port: u16, listening: &Listening) -> Option<EngineProce
     })
 }
 
-/// Returns the name of a user, from the text of `/etc/passwd`.
 fn user_name(passwd: &str, uid: u32) -> Option<String> {
     let uid = uid.to_string();
     passwd.lines().find_map(|line| {
@@ -149,7 +141,6 @@ fn user_name(passwd: &str, uid: u32) -> Option<String> {
     })
 }
 
-/// Returns the system service that runs a process, from the text of its `cgroup`.
 fn unit_of(cgroup: &str) -> Option<String> {
     let path = cgroup.lines().find_map(|line| line.splitn(3, ':').nth(2))?;
     let unit =
@@ -169,7 +160,6 @@ fn parse_environment(text: &str) -> EngineEnvironment {
     }
 }
 
-/// Returns what is known of this host.
 pub(super) fn host(listening: &Listening) -> Host {
     let name = read(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
     let folders = fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
@@ -184,7 +174,6 @@ pub(super) fn host(listening: &Listening) -> Host {
     Host { name: name.trim().to_owned(), gpus, ports_taken }
 }
 
-/// Reads a GPU from the driver's text about it.
 fn parse_gpu(pci_address: String, information: &str) -> HostGpu {
     let value = |name: &str| {
         let mut lines = information.lines().filter_map(|line| line.split_once(':'));
@@ -198,7 +187,6 @@ fn parse_gpu(pci_address: String, information: &str) -> HostGpu {
     }
 }
 
-/// Reads the beginning of a file.
 fn read(path: &Path) -> Option<String> {
     let mut bytes = vec![];
     fs::File::open(path).ok()?.take(BYTES_MAX).read_to_end(&mut bytes).ok()?;

@@ -13,12 +13,11 @@ use crate::{
     init::{Content, Plan, Wishes},
 };
 
-/// The most bytes of a token file: 8 tokens of 1024 characters, and comments.
+/// A file may have 8 tokens of 1024 characters, and comments.
 const TOKEN_BYTES_MAX: u64 = 64 * 1024;
-/// The random bytes of a token.
 const TOKEN_RANDOM_BYTES: usize = 32;
 
-/// Writes all files of the plan, or none if one of them exists and may not be replaced.
+/// Writes no file if one of them exists and may not be replaced.
 pub(super) fn write(plan: &Plan, wishes: &Wishes, may_replace: bool) -> Result<(), Error> {
     let paths = plan.files.iter().map(|file| (file, wishes.folder.join(&file.name)));
     let paths: Vec<_> = paths.collect();
@@ -63,7 +62,6 @@ fn read_token(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Makes a random token.
 fn new_token() -> io::Result<Vec<u8>> {
     let mut random = [0; TOKEN_RANDOM_BYTES];
     File::open("/dev/urandom")?.read_exact(&mut random)?;
@@ -71,7 +69,6 @@ fn new_token() -> io::Result<Vec<u8>> {
     Ok(format!("{digits}\n").into_bytes())
 }
 
-/// Returns all files as one text, each below its name.
 pub(super) fn as_text(plan: &Plan) -> String {
     let text = |file: &crate::init::OutputFile| {
         format!("# ---- {}\n{}\n", file.name, shown(&file.content))

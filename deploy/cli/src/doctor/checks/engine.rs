@@ -12,7 +12,6 @@ use crate::{
     flags::{self, EngineFlag},
 };
 
-/// The checks.
 pub const CHECKS: &[Check] = &[
     Check {
         id: "engine-unreadable",
@@ -138,12 +137,11 @@ fn find_unsent_keys(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-/// Whether an engine runs whole turns. Half of a pair can pin nothing, whatever its flags are.
+/// Half of a pair can pin nothing, whatever its flags are.
 fn is_whole(worker: &Worker) -> bool {
     ["", "null"].contains(&worker.engine.disaggregation.as_str())
 }
 
-/// Whether a reason says that a flag of the engine is not set.
 fn names_missing_flag(off: &RetentionOff) -> bool {
     off.retention.engine_flag().is_some_and(|flag| off.reason.contains(&format!("without {flag}")))
 }
@@ -184,7 +182,6 @@ fn find_unsafe_retentions(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-/// Returns the agents whose engine's `/server_info` is known.
 fn server_infos(facts: &Facts) -> impl Iterator<Item = (&AgentFacts, &Value)> {
     let known = facts.agents.iter().filter_map(|agent| Some((agent, agent.engine.as_ref()?)));
     known.filter_map(|(agent, engine)| Some((agent, engine.as_ref().ok()?)))
@@ -200,7 +197,6 @@ fn find_no_cache_report(facts: &Facts) -> Vec<Place> {
     .collect()
 }
 
-/// Returns the workers whose resident blocks the router doesn't know, with the reason.
 fn unknown_kv(facts: &Facts) -> impl Iterator<Item = (&Worker, &str)> {
     let unknown =
         facts.engines().filter(|worker| worker.is_fresh() && worker.kv.state == "unknown");
@@ -245,7 +241,7 @@ fn find_no_replay(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-/// Whether the worker's figures come from the shim. `None` if there are no figures yet.
+/// `None` if there are no figures yet.
 fn has_shim(worker: &Worker) -> Option<bool> {
     let used = worker.load.as_ref()?.pool_used_tokens.as_ref()?;
     Some(used.source == "shim")
@@ -292,12 +288,10 @@ fn find_other_shims(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-/// Returns a worker's agent.
 fn agent_of<'a>(facts: &'a Facts, worker: &Worker) -> Option<&'a AgentFacts> {
     facts.agents.iter().find(|it| it.agent_id.as_ref() == Some(&worker.agent))
 }
 
-/// Returns the settings of a worker's agent.
 fn settings_of<'a>(facts: &'a Facts, worker: &Worker) -> Option<&'a Value> {
     agent_of(facts, worker)?.settings.as_ref()
 }

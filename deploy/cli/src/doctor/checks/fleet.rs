@@ -8,7 +8,6 @@ use super::super::{
 };
 use crate::api::Worker;
 
-/// The checks.
 pub const CHECKS: &[Check] = &[
     Check {
         id: "worker-stale",
@@ -99,7 +98,7 @@ fn find_silent_workers(facts: &Facts) -> Vec<Place> {
     places
 }
 
-/// Returns what to change so that a router hears an agent, by what answers at its address.
+/// Judges by what answers at the agent's address.
 fn fix_of_unheard(facts: &Facts, control: &str) -> &'static str {
     let asked = facts.agents.iter().find(|agent| agent.url == control);
     match asked.map(|agent| (&agent.reach, &agent.agent_id)) {
@@ -146,7 +145,7 @@ fn find_restarts(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-/// Returns the engines that have the same key, of those that have a key, by the key.
+/// Leaves out engines without a key.
 fn by_key(facts: &Facts, key: impl Fn(&Worker) -> Option<&str>) -> BTreeMap<String, Vec<&Worker>> {
     let mut groups: BTreeMap<String, Vec<&Worker>> = BTreeMap::new();
     for worker in facts.engines() {
@@ -162,8 +161,7 @@ fn names(workers: &[&Worker]) -> String {
     names.join(", ")
 }
 
-/// Returns the ids that several agents say they have, with the agents' URLs. One process under two
-/// URLs is one agent.
+/// Maps an id to the agents' URLs. One process under two URLs is one agent.
 fn duplicates(facts: &Facts) -> BTreeMap<&str, BTreeSet<&str>> {
     let mut groups: BTreeMap<&str, BTreeMap<u64, &str>> = BTreeMap::new();
     for agent in &facts.agents {
@@ -200,7 +198,6 @@ fn find_shared_engines(facts: &Facts) -> Vec<Place> {
         .collect()
 }
 
-/// Returns a place for each model whose engines differ in what `figure` returns.
 fn find_differences(
     facts: &Facts,
     name: &str,

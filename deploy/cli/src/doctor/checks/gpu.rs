@@ -6,12 +6,11 @@ use crate::{
     text::bytes,
 };
 
-/// Memory of other processes that does no harm: contexts of monitors, and what drivers round.
+/// Contexts of monitors, and what drivers round, do no harm.
 const FOREIGN_BYTES_MAX: u64 = 2 << 30;
-/// The age of a GPU's readings beyond which the driver is taken for stuck. It is read each second.
+/// Readings are made each second. The driver is taken for stuck when they are this old.
 const READING_AGE_MS_MAX: u64 = 30_000;
 
-/// The checks.
 pub const CHECKS: &[Check] = &[
     Check {
         id: "nvml-missing",

@@ -5,11 +5,9 @@ use super::super::{
     facts::{Facts, Reach},
 };
 
-/// The greatest difference of two clocks that does no harm: tokens may differ by a minute, claims
-/// and logs of several hosts are compared by seconds.
+/// Tokens may differ by a minute; claims and logs of several hosts are compared by seconds.
 const CLOCK_SKEW_MS_MAX: i64 = 2_000;
 
-/// The checks.
 pub const CHECKS: &[Check] = &[
     Check {
         id: "router-unreachable",
@@ -49,7 +47,6 @@ pub const CHECKS: &[Check] = &[
     },
 ];
 
-/// Returns each address that was asked, with the flag that named it.
 fn addresses(facts: &Facts) -> impl Iterator<Item = (&'static str, &String, &Reach)> {
     let routers = facts.routers.iter().map(|router| ("--router", &router.url, &router.reach));
     routers.chain(facts.agents.iter().map(|agent| ("--agent", &agent.url, &agent.reach)))

@@ -9,12 +9,11 @@ use super::super::{
     facts::{Facts, setting},
 };
 
-/// File descriptors of a process that serves few hundred turns. The units set far more.
+/// Suffices for few hundred turns. The units set far more.
 const DESCRIPTORS_MIN: u64 = 8_192;
-/// Days before the end of a certificate at which it should have been replaced.
+/// With fewer days left, a certificate should have been replaced.
 const CERTIFICATE_DAYS_MIN: i64 = 14;
 
-/// The checks.
 pub const CHECKS: &[Check] = &[
     Check {
         id: "open-without-key",
@@ -66,7 +65,6 @@ pub const CHECKS: &[Check] = &[
     },
 ];
 
-/// Returns each router's URL with its settings, if they are known.
 fn routers(facts: &Facts) -> impl Iterator<Item = (&String, &Value)> {
     facts.routers.iter().filter_map(|router| Some((&router.url, router.settings.as_ref()?)))
 }
@@ -138,7 +136,6 @@ fn find_other_workers(facts: &Facts) -> Vec<Place> {
     find_other_setting(facts, "workers", |a, b| urls(a) == urls(b))
 }
 
-/// Returns the routers whose setting isn't the first router's.
 fn find_other_setting(
     facts: &Facts,
     name: &str,
