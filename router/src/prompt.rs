@@ -1,18 +1,13 @@
 //! Makes the routing blocks of a request's prompt from the request's body.
 //!
-//! A routing block is a hashed part of a prompt (see [`proto::block`]). Placement needs to know on
-//! which workers the KV of a prompt's blocks is resident; `residency` looks that up. Reading a turn
-//! only records where in the body the prompt is: that is a [`Prompt`]. Its blocks are made when
-//! placement asks for them. A turn that stays on its session's worker usually doesn't need them.
+//! A routing block is a hashed part of a prompt (see [`proto::block`]). Reading a turn only records
+//! where in the body the prompt is: that is a [`Prompt`]. Its blocks are made when placement asks
+//! for them: a turn that stays on its session's worker usually doesn't need them.
 //!
-//! - `memory`: bounds the memory for tokenizing.
-//! - `ids`: prompts that are token ids. The engine uses the same ids, so it has the same blocks.
-//! - [`model`]: prompts of text or messages, if the files of the engine's model are loaded. It
-//!   makes the engine's tokens.
-//! - `length`: prompts that have more tokens than an engine takes.
-//! - `text`: other prompts. Four bytes of the body count as one token. No engine reports such
-//!   blocks. They are only compared with those of prompts that this router sent to a worker before.
-//! - `models`: holds the loaded models and fetches their files from the agents. All else is pure.
+//! Token ids are hashed as they are (`ids`), text and messages with the engine's model if its files
+//! are loaded ([`model`]). Of other prompts, four bytes of the body count as one token (`text`): no
+//! engine reports such blocks, so they are only compared with those of prompts that this router
+//! sent before. All but `models` is pure.
 //!
 //! Prompts have different blocks if the engine keeps their KV apart: by adapter, extra key or cache
 //! salt. A turn with several prompts has no blocks, nor has a delta turn, whose body holds only
@@ -68,15 +63,14 @@ const PROMPT_KEYS: [&str; 27] = [
     "echo",
     "return_hidden_states",
 ];
-/// Members that add tokens to those of the text or the ids.
+/// Add tokens to those of the text or the ids.
 const MEDIA_KEYS: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
 /// Members whose results concern the prompt's own tokens. For them, the engine computes resident
 /// parts of the prompt again, or its results leave these parts out.
 const RECOMPUTED_KEYS: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
-/// Members that change the engine's prompt in a way that [`model`] doesn't reproduce.
+/// Change the engine's prompt in a way that [`model`] doesn't reproduce.
 const UNSUPPORTED_KEYS: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
-/// The form of a route's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PromptForm {
     /// SGLang's own route, with ids or a text.
@@ -90,7 +84,7 @@ pub enum PromptForm {
 }
 
 impl PromptForm {
-    /// Returns the form of the bodies for a path, or `None` for a path that leaves no KV.
+    /// `None` for a path that leaves no KV.
     #[must_use]
     pub fn for_path(path: &str) -> Option<Self> {
         match Kind::for_path(path)? {
@@ -102,8 +96,7 @@ impl PromptForm {
         }
     }
 
-    /// Returns the keys of the members whose text makes up the prompt. They are in the order in
-    /// which templates print them.
+    /// In the order in which templates print the members.
     fn text_keys(self) -> &'static [&'static str] {
         match self {
             Self::Generate => &["text"],
@@ -114,31 +107,25 @@ impl PromptForm {
     }
 }
 
-/// The places in one body of the members that make up its prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
-    /// The values of [`PROMPT_KEYS`] in the body, with their byte ranges; nulls are left out.
+    /// Nulls are left out.
     members: Vec<(&'static str, Range<usize>)>,
 }
 
-/// The facts about an engine on which the blocks of its prompts depend.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineBlockFacts<'a> {
     block_tokens: BlockTokens,
     context_tokens: u64,
-    /// The names under which the engine serves its model.
     served_names: &'a [String],
-    /// The tokenizer and template of the engine's model, if loaded.
     model: Option<&'a Model>,
-    /// The current Unix time in seconds; 0 without a model.
+    /// 0 without a model.
     unix_s: u64,
-    /// Bounds the memory for tokenizing. `None`: it isn't bounded.
+    /// `None`: the memory isn't bounded.
     memory: Option<&'a TokenizerMemory>,
 }
 
 impl<'a> EngineBlockFacts<'a> {
-    /// Takes what an agent reports about its engine. Returns `None` if there are no blocks for the
-    /// engine's page size.
     #[must_use]
     pub fn from_facts(facts: &'a EngineFacts) -> Option<Self> {
         Some(Self {
@@ -151,28 +138,23 @@ impl<'a> EngineBlockFacts<'a> {
         })
     }
 
-    /// Adds the model that makes the engine's tokens from text. Also adds the time, because some
-    /// templates show the date.
+    /// Also adds the time, because some templates show the date.
     #[must_use]
     pub fn with_model(self, model: &'a Model, unix_s: u64) -> Self {
         Self { model: Some(model), unix_s, ..self }
     }
 
-    /// Bounds the memory for tokenizing.
     pub(crate) fn with_memory(self, memory: &'a TokenizerMemory) -> Self {
         Self { memory: Some(memory), ..self }
     }
 }
 
-/// A prompt as routing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocks {
-    /// Number of tokens in the prompt, including those after the last full block; at most the
-    /// engine's context length. The number is an estimate if some of the text wasn't tokenized.
+    /// Includes those after the last full block; at most the engine's context length. An estimate
+    /// if some of the text wasn't tokenized.
     pub tokens: u64,
-    /// Number of tokens in a block.
     pub block_tokens: BlockTokens,
-    /// The blocks' hashes, from the beginning of the prompt.
     pub hashes: Vec<BlockHash>,
     /// Whether an agent that has these blocks reports them by the same hashes. If not, only this
     /// router's record of the prompts that it sent (`residency::learned`) can find the blocks.
@@ -188,7 +170,6 @@ struct CacheScope {
 }
 
 impl Prompt {
-    /// Records where a body's prompt is.
     #[must_use]
     pub fn find(body: &Object<'_>) -> Self {
         let mut members: Vec<(&'static str, Range<usize>)> = vec![];
@@ -203,11 +184,9 @@ impl Prompt {
         Self { members }
     }
 
-    /// Makes the prompt's blocks for one engine. Returns `None` if the body holds no full prompt or
-    /// several prompts, or if the engine will refuse the prompt.
+    /// `None` if the body holds no full prompt or several prompts, or if the engine will refuse it.
     ///
-    /// # Panics
-    /// If `body` is not the body in which the prompt was found.
+    /// # Panics If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn blocks(
         &self,
@@ -230,15 +209,14 @@ impl Prompt {
         }
     }
 
-    /// Returns the prompt's token ids, with which an agent can have the prompt computed before its
-    /// turn (staged prefill).
+    /// The ids with which an agent can have the prompt computed before its turn (staged prefill),
+    /// with the turn's [`Self::cache_salt`].
     ///
-    /// Returns `None` if the ids can't be known or are more than the engine takes, or if the turn
-    /// would not find the computed KV: it has an adapter or an extra key, or the engine recomputes
-    /// its prompt anyway. The KV must be computed with the turn's [`Self::cache_salt`].
+    /// `None` if the ids can't be known or are more than the engine takes, or if the turn would not
+    /// find the computed KV: it has an adapter or an extra key, or the engine recomputes its
+    /// prompt.
     ///
-    /// # Panics
-    /// If `body` is not the body in which the prompt was found.
+    /// # Panics If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn token_ids(
         &self,
@@ -272,17 +250,15 @@ impl Prompt {
         (ids.len() as u64 <= engine.context_tokens).then_some(ids)
     }
 
-    /// Returns the body's cache salt. Empty salts count as absent, as for the engine.
+    /// Empty salts count as absent, as for the engine.
     ///
-    /// # Panics
-    /// If `body` is not the body in which the prompt was found.
+    /// # Panics If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn cache_salt(&self, body: &[u8]) -> Option<String> {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
         serde_json::from_str(self.member_json(text, "cache_salt")?).ok().and_then(non_empty)
     }
 
-    /// Makes blocks of the engine's tokens, with the engine's model.
     fn model_blocks(
         &self,
         form: PromptForm,
@@ -297,8 +273,7 @@ impl Prompt {
         Some(Blocks { has_agent_hashes: cache_scope.extra_key.is_none(), ..blocks })
     }
 
-    /// Calls `use_model` with the engine's model and this prompt. Returns `None` if no model is
-    /// loaded, or if the model can't make the engine's tokens for such a request.
+    /// `None` if no model is loaded, or if it can't make the engine's tokens for such a request.
     fn with_text_model<T>(
         &self,
         form: PromptForm,
@@ -321,16 +296,12 @@ impl Prompt {
         use_model(engine.model?, &text_prompt)
     }
 
-    /// Whether a member changes the engine's prompt in a way that [`model`] doesn't reproduce.
     fn has_unsupported_members(&self, body: &str) -> bool {
         let is_set = |key: &&str| self.member_json(body, key).is_some_and(|json| json != "false");
         MEDIA_KEYS.iter().chain(&UNSUPPORTED_KEYS).any(is_set)
     }
 
-    /// Whether the prompt is text that must be tokenized.
-    ///
-    /// # Panics
-    /// If `body` is not the body in which the prompt was found.
+    /// # Panics If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn is_text(&self, form: PromptForm, body: &[u8]) -> bool {
         let is_array = |key: &str| {
@@ -340,7 +311,6 @@ impl Prompt {
         !is_array(ids_key(form))
     }
 
-    /// Makes blocks that count four bytes of text as one token.
     fn text_blocks(
         &self,
         form: PromptForm,
@@ -368,8 +338,8 @@ impl Prompt {
         Some(Blocks { tokens: chain.tokens(), block_tokens, hashes, has_agent_hashes: false })
     }
 
-    /// Returns the values by which the engine keeps the prompt's KV apart. Returns `None` if a
-    /// member isn't a string: the member may be a list with a value for each of several prompts.
+    /// `None` if a member isn't a string: it may be a list with a value for each of several
+    /// prompts.
     fn cache_scope(
         &self,
         form: PromptForm,
@@ -389,7 +359,6 @@ impl Prompt {
         })
     }
 
-    /// Returns the JSON of a member in [`PROMPT_KEYS`]; `None` if it is absent or null.
     fn member_json<'a>(&self, body: &'a str, key: &str) -> Option<&'a str> {
         let (_, range) = self.members.iter().find(|(member_key, _)| *member_key == key)?;
         Some(&body[range.clone()])
@@ -425,7 +394,6 @@ fn ids_blocks(
     })
 }
 
-/// Returns the key of the member that may hold the prompt as token ids.
 fn ids_key(form: PromptForm) -> &'static str {
     if form == PromptForm::Completions { "prompt" } else { "input_ids" }
 }
@@ -434,8 +402,8 @@ fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// Returns the LoRA adapter in a model's name, `base:adapter`, as the engine finds the adapter. A
-/// name that the engine serves has no adapter, even if the name contains a colon.
+/// The LoRA adapter in a model's name, `base:adapter`, as the engine finds the adapter. A name that
+/// the engine serves has no adapter, even if the name contains a colon.
 fn adapter(model: &str, served_names: &[String]) -> Option<String> {
     if served_names.iter().any(|name| name == model) {
         return None;

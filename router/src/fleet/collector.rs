@@ -1,8 +1,6 @@
 //! Exports Prometheus metrics of workers and sessions, computed at each scrape.
 //!
-//! A *worker* is one data-parallel rank of an engine. The figures come from the newest snapshot of
-//! the fleet. They are computed at the scrape, because workers become stale and load reports grow
-//! older without any message from an agent. The metrics of turns are in the router's `metrics`.
+//! Without any message from an agent, workers become stale and load reports grow older.
 
 use std::sync::Arc;
 
@@ -20,7 +18,6 @@ use prometheus_client::{
 use super::{view::View, worker::WorkerState};
 use crate::metrics::StateLabel;
 
-/// Computes the metrics from the newest snapshot at each scrape.
 #[derive(Debug)]
 pub(crate) struct FleetCollector(pub(crate) Arc<View>);
 

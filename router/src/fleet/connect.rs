@@ -1,9 +1,6 @@
 //! Follows the load stream of one agent, and sends what arrives to the view task.
 //!
-//! An agent runs beside each engine. Its *load stream* on its control port carries its description,
-//! its sessions and its load reports. One task per configured agent connects, follows the stream to
-//! its end, pauses, and connects again. The *view task* of `view` applies the updates of all
-//! agents. `load_stream` checks the order of the events. Calls to an agent are in `control`.
+//! One task per agent connects, follows the stream to its end, pauses, and connects again.
 
 use std::{
     sync::Arc,
@@ -25,30 +22,24 @@ use super::{
 };
 
 /// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
-/// An agent is rejected while an agent at another address has the same id. The stream isn't closed
-/// at once, because each new stream begins with the whole session table.
+/// Not at once, because each new stream begins with the whole session table.
 const REJECTED_REPORTS_MAX: u32 = 20;
 
-/// The task that follows one agent.
 #[derive(Debug)]
 pub(crate) struct LoadWatcher {
-    /// Index of the agent in the configured list.
     pub(crate) agent_index: usize,
-    /// The agent's control port.
     pub(crate) dialer: AgentDialer,
-    /// Longest time to open a stream. Also the longest wait for the stream's first event. If the
-    /// event comes later, the agent counts as lost until then.
+    /// Longest time to open a stream, and longest wait for its first event. If the event comes
+    /// later, the agent counts as lost until then.
     pub(crate) connect_max: Duration,
-    /// Most sessions of the agent that the view keeps.
     pub(crate) sessions_max: usize,
-    /// Mailbox of the view task: the agent's index, the update, and when it arrived.
+    /// The agent's slot, the update, and when it arrived.
     pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
-    /// The view, which says whether it rejects the agent.
+    /// Says whether it rejects the agent.
     pub(crate) view: Arc<View>,
 }
 
 impl LoadWatcher {
-    /// Follows the agent until it is cancelled.
     pub(crate) async fn run(self, token: CancellationToken) {
         tokio::select! {
             biased;
@@ -74,10 +65,8 @@ impl LoadWatcher {
         }
     }
 
-    /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, checker: &mut LoadStreamChecker) -> String {
         // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
-        // So the whole attempt has a limit too.
         let open_stream = async {
             let ProvenConnection { mut client, agent_id } = self.dialer.connect().await?;
             let stream = client.watch_load(WatchLoadRequest {}).await;
@@ -136,10 +125,8 @@ impl LoadWatcher {
         }
     }
 
-    /// Returns the reason if the view rejects this agent.
-    ///
-    /// The view ignores the session table of a rejected agent. When the reason is gone, the stream
-    /// of this agent must start again, so that the whole table is sent.
+    /// The reason if the view rejects this agent. The view ignores its session table. When the
+    /// reason is gone, the stream must start again, so that the whole table is sent.
     fn rejection(&self) -> Option<String> {
         match &self.view.load().agents[self.agent_index].link {
             Link::Lost { why, is_rejected: true, .. } => Some(why.clone()),
@@ -147,15 +134,14 @@ impl LoadWatcher {
         }
     }
 
-    /// Sends an update to the view task. Returns an error if that task has ended.
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
         self.updates.send((self.agent_index, update, now)).await.map_err(drop)
     }
 }
 
-/// Returns the reason if an agent describes itself by another id than it has proven. What passes on
-/// the proofs of another agent can so take no other place than that agent's.
+/// The reason if an agent describes itself by another id than it has proven. What passes on the
+/// proofs of another agent can so take no other place than that agent's.
 fn says_another_id(event: &LoadEvent, proven_id: Option<&str>) -> Option<String> {
     let (Some(Event::Description(description)), Some(proven)) = (&event.event, proven_id) else {
         return None;

@@ -1,10 +1,6 @@
 //! Calls one agent's control port: opens, closes and demotes sessions, and fetches model files.
 //!
-//! An *agent* runs beside each engine. A *session* is a sequence of turns that share a growing
-//! prefix. The client translates between the wire format and this program's types. A call to open,
-//! close or demote a session has a time limit. A failed call isn't retried here. `turn` opens,
-//! closes and demotes sessions, and `prompt` fetches files. An agent's reports arrive through
-//! `connect`.
+//! A call to open, close or demote a session has a time limit. A failed call isn't retried here.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -26,49 +22,43 @@ use super::{
 };
 
 /// Longest time to open, close or demote a session. The engine opens a session in under 1 ms, but
-/// it reads its queue only between two steps. A long prefill can delay that for seconds. An agent
-/// gives a demotion up after 5 seconds.
+/// reads its queue only between two steps, which a long prefill delays for seconds. An agent gives
+/// a demotion up after 5 seconds.
 const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The client of one agent's control port. It connects at the first call, and again when the
-/// connection has ended or the agent no longer takes this router's proofs.
+/// Connects at the first call, and again when the connection has ended or the agent no longer takes
+/// this router's proofs.
 #[derive(Debug, Clone)]
 pub(crate) struct ControlClient {
     dialer: AgentDialer,
-    /// The connection that calls use; empty until it is made.
+    /// Empty until it is made.
     current: Arc<ArcSwap<OnceCell<AgentClient>>>,
 }
 
-/// An agent's positive answer to a request to open a session.
 #[derive(Debug)]
 pub(crate) struct OpenedAtAgent {
     pub(crate) session: Session,
-    /// Whether the session was open before, perhaps by another router.
+    /// Perhaps opened by another router.
     pub(crate) was_open: bool,
 }
 
-/// The control clients of the agents in the fleet, by slot.
+/// By slot.
 #[derive(Debug, Default)]
 pub(crate) struct ControlClients(ArcSwap<BTreeMap<usize, ControlClient>>);
 
 impl ControlClients {
-    /// Returns the client of the agent in a slot.
-    ///
-    /// # Errors
-    /// If the agent has left the fleet.
     pub(crate) fn get(&self, agent: usize) -> Result<ControlClient, Status> {
         let client = self.0.load().get(&agent).cloned();
         client.ok_or_else(|| Status::unavailable("the agent has left the fleet; try again"))
     }
 
-    /// Sets the client of the agent in a slot. Only one task changes the clients.
+    /// Only one task changes the clients.
     pub(crate) fn insert(&self, agent: usize, client: ControlClient) {
         let mut clients = BTreeMap::clone(&self.0.load());
         clients.insert(agent, client);
         self.0.store(Arc::new(clients));
     }
 
-    /// Removes the client of an agent that has left the fleet.
     pub(crate) fn remove(&self, agent: usize) {
         let mut clients = BTreeMap::clone(&self.0.load());
         clients.remove(&agent);
@@ -76,14 +66,12 @@ impl ControlClients {
     }
 }
 
-/// A request to open a session.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenRequest {
-    /// The session's identity.
     pub(crate) key: SessionKey,
-    /// How the engine keeps the session's KV. `None` leaves the choice to the agent.
+    /// `None` leaves the choice to the agent.
     pub(crate) retention: Option<Retention>,
-    /// Idle time after which the agent closes the session. `None` leaves the choice to the agent.
+    /// `None` leaves the choice to the agent.
     pub(crate) idle_ms_max: Option<u64>,
 }
 
@@ -92,8 +80,8 @@ impl ControlClient {
         Self { dialer: dialer.clone(), current: Arc::default() }
     }
 
-    /// Calls the agent. A call that the agent has not run for certain, because the connection had
-    /// ended or the proof didn't count, is made once more over a new connection.
+    /// Makes a call once more over a new connection if the agent has certainly not run it: the
+    /// connection had ended, or the proof didn't count.
     async fn call<T, F>(&self, call: impl Fn(AgentClient) -> F) -> Result<T, Status>
     where
         F: Future<Output = Result<Response<T>, Status>>,
@@ -110,7 +98,6 @@ impl ControlClient {
         call(client).await.map(Response::into_inner)
     }
 
-    /// Returns the client of a connection, which the first caller makes.
     async fn connect(&self, connection: &OnceCell<AgentClient>) -> Result<AgentClient, Status> {
         let make = || async {
             let made = self.dialer.connect().await;
@@ -119,7 +106,7 @@ impl ControlClient {
         connection.get_or_try_init(make).await.cloned()
     }
 
-    /// Opens the session on the data-parallel rank. If the session is already open, returns it.
+    /// If the session is already open, returns it.
     pub(crate) async fn open(
         &self,
         open_request: &OpenRequest,
@@ -141,12 +128,12 @@ impl ControlClient {
         Ok(OpenedAtAgent { session, was_open })
     }
 
-    /// Closes the session. Returns true if a turn still runs and the session closes after it.
+    /// Returns whether a turn still runs, after which the session closes.
     pub(crate) async fn close(&self, key: &SessionKey) -> Result<bool, Status> {
         Ok(with_time_limit(self.send_close(key, false)).await?.deferred)
     }
 
-    /// Closes the session if no turn of it runs or waits. Returns whether it was closed.
+    /// Returns whether the session was closed: not if a turn of it runs or waits.
     pub(crate) async fn close_if_idle(&self, key: &SessionKey) -> Result<bool, Status> {
         match with_time_limit(self.send_close(key, true)).await {
             Ok(_) => Ok(true),
@@ -157,8 +144,8 @@ impl ControlClient {
         }
     }
 
-    /// Demotes the session: its KV goes to the engine's radix tree, and its history stays. Returns
-    /// when that is done.
+    /// The session's KV goes to the engine's radix tree, and its history stays. Returns when that
+    /// is done.
     pub(crate) async fn demote(&self, key: &SessionKey) -> Result<(), Status> {
         let demote = |mut client: AgentClient| {
             let request = v1::DemoteSessionRequest { key: Some(key.into()) };
@@ -179,7 +166,7 @@ impl ControlClient {
         self.call(close).await
     }
 
-    /// Asks the agent for a claim on a session's worker. The caller has a deadline.
+    /// The caller has a deadline.
     pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Status> {
         let request = v1::ClaimPlacementRequest::from(request);
         let claim = |mut client: AgentClient| {
@@ -190,8 +177,7 @@ impl ControlClient {
         answer.try_into().map_err(|error: placement_claim::Error| invalid_answer(&error))
     }
 
-    /// Fetches the files of the agent's model. `described_files` has their total size and their
-    /// hash, as the agent described them. Files with another size or hash are an error.
+    /// Files with another total size or hash than `described_files` are an error.
     pub(crate) async fn model_files(
         &self,
         described_files: ModelFiles,
@@ -233,7 +219,6 @@ impl ControlClient {
     }
 }
 
-/// Whether an agent has not run a call for certain, and may run it over a new connection.
 fn is_not_run(status: &Status) -> bool {
     let mut source = std::error::Error::source(status);
     while let Some(error) = source {
@@ -249,7 +234,6 @@ fn invalid_answer(error: &dyn std::error::Error) -> Status {
     Status::internal(format!("the agent's answer is invalid: {error}"))
 }
 
-/// Waits for a call for at most [`CALL_TIME_MAX`].
 async fn with_time_limit<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
     match tokio::time::timeout(CALL_TIME_MAX, call).await {
         // The agent didn't send this status: its connection broke, or could not be made. The gRPC

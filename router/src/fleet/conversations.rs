@@ -1,20 +1,13 @@
 //! Recognizes conversations whose clients name no session, by their prompts. Pure.
 //!
-//! A *turn* is one request and its answer, and a *worker* is one data-parallel rank of an engine.
 //! Most agent programs send no session name. But each prompt of a conversation begins with the
-//! previous one: it *continues* that prompt. This module remembers where each prompt ended, as the
-//! hash of its last block. A hash stands for the whole prompt up to its block, so one look-up per
-//! block of a new prompt finds the conversation that it continues. A prompt of no more blocks
+//! previous one: it *continues* that prompt. The hash of a prompt's last block stands for the whole
+//! prompt up to it, so one look-up per block finds the conversation. A prompt of no more blocks
 //! continues none: many prompts have one beginning, and a few words of their own after it.
 //!
-//! A conversation has its KV on one worker; of a pair, the decode worker stands for both. An engine
-//! evicts the KV that was unused for longest. So this module assumes of each worker that the
-//! conversations used last are resident, as many as fit into its pool. The turns' tasks change the
-//! table and read it when they place a turn. The reuse forecast asks how much of each worker's KV
-//! is presumably used again: what has grown is likelier to grow again than a prompt that came once.
-//!
-//! What is remembered is only a reason to choose one worker rather than another. Another router
-//! doesn't know it.
+//! An engine evicts the KV that was unused for longest. So the conversations used last are assumed
+//! to be resident on their worker, as many as fit into its pool. Of a pair, the decode worker
+//! stands for both. This is only a reason to prefer a worker; other routers don't know it.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -31,103 +24,81 @@ use super::{
 /// If at least one of so many prompts that begin something new is continued, the next such prompt
 /// is placed as the first of a conversation.
 const BEGUN_PER_CONTINUED_MAX: u64 = 5;
-/// The conversations, begun and continued, that are assumed to have been seen at the start.
+/// Begun and continued conversations that are assumed to have been seen at the start.
 const SEEN_ASSUMED: [u64; 2] = [20, 10];
-/// Number of conversations begun beyond which the counts are halved, so that new ones weigh more.
+/// Conversations begun beyond which the counts are halved, so that new ones weigh more.
 const BEGUN_MAX: u64 = 20_000;
 
 /// The most conversations whose eviction by one prompt is valued.
 const EVICTED_AT_ONCE_MAX: usize = 32;
 
-/// The number of a conversation, never used twice.
+/// Never used twice.
 pub type ConversationId = u64;
 
-/// A place in the order of last use: when, and a number that is never used twice.
+/// When, and a number that is never used twice.
 type UseOrder = (Instant, u64);
 
-/// The conversations without a name, at most a fixed number.
 #[derive(Debug)]
 pub struct Conversations {
     conversations_max: usize,
     conversations: HashMap<ConversationId, Conversation>,
-    /// By hash of a prompt's last block: the conversation.
+    /// By the hash of a prompt's last block.
     by_end: HashMap<BlockHash, ConversationId>,
-    /// All conversations without a running turn, unused for longest first.
+    /// Those without a running turn, unused for longest first.
     idle: BTreeSet<(UseOrder, ConversationId)>,
     workers: HashMap<WorkerRef, WorkerConversations>,
-    /// How likely conversations continue that had one turn, and that had more.
+    /// Of conversations that had one turn, and that had more.
     returns: [ReturnEstimator; 2],
-    /// Conversations that have begun, and those of them that were continued.
     begun: u64,
     continued: u64,
     last_id: ConversationId,
     last_use: u64,
 }
 
-/// The conversations whose KV is presumably on one worker.
 #[derive(Debug, Default)]
 struct WorkerConversations {
     /// Those without a running turn, unused for longest first.
     idle: BTreeSet<(UseOrder, ConversationId)>,
-    /// Tokens of those.
     idle_tokens: u64,
-    /// Tokens of all of them, those with a running turn included.
+    /// Those with a running turn included.
     tokens: u64,
 }
 
-/// What is known of one conversation.
 #[derive(Debug, Clone)]
 struct Conversation {
-    /// The worker that ran the last turn.
     worker: WorkerRef,
-    /// Hash of the last block of its last prompt.
+    /// Hash of the last block of the last prompt.
     end: BlockHash,
-    /// Number of blocks of that prompt.
     blocks: usize,
-    /// Tokens of the last prompt.
     prompt_tokens: u64,
-    /// Tokens of KV that only this conversation has on the worker: without what it shares.
+    /// KV that only this conversation has on the worker: without what it shares.
     own_tokens: u64,
-    /// Whether its KV is presumably resident.
     is_resident: bool,
-    /// When the last turn ended. `None` while a turn runs.
+    /// The end of the last turn. `None` while a turn runs.
     idle_since: Option<UseOrder>,
-    /// When a turn last moved it to another worker.
     moved_at: Option<Instant>,
     /// Whether a prompt has continued an earlier one.
     has_grown: bool,
 }
 
-/// A conversation that a prompt continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Continued {
-    /// Which one.
     pub id: ConversationId,
-    /// The worker that ran its last turn.
     pub worker: WorkerRef,
-    /// When that turn ended.
     pub idle_since: Instant,
-    /// When a turn last moved it to another worker.
     pub moved_at: Option<Instant>,
-    /// Tokens of KV that only this conversation has there.
     pub own_tokens: u64,
 }
 
-/// A turn that begins.
 #[derive(Debug, Clone, Copy)]
 pub struct Begun<'a> {
-    /// The hashes of the prompt's blocks.
     pub chain: &'a [BlockHash],
-    /// Tokens of the prompt.
     pub prompt_tokens: u64,
-    /// Prompt tokens that the worker has to compute.
     pub uncached_tokens: u64,
-    /// The worker.
     pub worker: WorkerRef,
 }
 
 impl Conversations {
-    /// Creates an empty table for at most `conversations_max` conversations.
     #[must_use]
     pub fn new(conversations_max: usize) -> Self {
         Self {
@@ -144,9 +115,8 @@ impl Conversations {
         }
     }
 
-    /// Returns the conversation that a prompt continues. `None` if there is none, if its KV is
-    /// presumably evicted, or if a turn of it runs: prompts that are sent side by side are not one
-    /// conversation.
+    /// `None` also if the conversation's KV is presumably evicted, or if a turn of it runs: prompts
+    /// that are sent side by side are not one conversation.
     #[must_use]
     pub fn find(&self, chain: &[BlockHash]) -> Option<Continued> {
         let id = self.find_id(chain)?;
@@ -162,7 +132,6 @@ impl Conversations {
         })
     }
 
-    /// Returns the idle conversation whose last prompt this prompt begins with.
     fn find_id(&self, chain: &[BlockHash]) -> Option<ConversationId> {
         let id = chain.iter().rev().find_map(|hash| self.by_end.get(hash))?;
         self.conversations[id].idle_since.is_some().then_some(*id)
@@ -174,21 +143,19 @@ impl Conversations {
         self.begun <= self.continued * BEGUN_PER_CONTINUED_MAX
     }
 
-    /// Returns the tokens of conversations that are presumably resident on the worker.
     #[must_use]
     pub fn tokens_on(&self, worker: WorkerRef) -> u64 {
         self.workers.get(&worker).map_or(0, |on_worker| on_worker.tokens)
     }
 
-    /// Returns when the conversation was last used that the worker evicts first. `None` if the
-    /// worker has none.
+    /// When the conversation was last used that the worker evicts first.
     #[must_use]
     pub fn oldest_use_on(&self, worker: WorkerRef) -> Option<Instant> {
         self.workers.get(&worker)?.idle.first().map(|((at, _), _)| *at)
     }
 
-    /// Returns the KV of the idle conversations on the worker by class of idle time, and its sum.
-    /// The classes have only what is evicted first: about `tokens_max` tokens.
+    /// The KV of the idle conversations on the worker by class of idle time, and its sum. The
+    /// classes have only what is evicted first: about `tokens_max` tokens.
     #[must_use]
     pub fn evicted_first(
         &self,
@@ -212,8 +179,7 @@ impl Conversations {
         (classes, on_worker.idle_tokens)
     }
 
-    /// Records that a turn begins, and returns its conversation. A prompt that is too short to have
-    /// a block begins none.
+    /// `None` if the prompt is too short to have a block.
     pub fn begin_turn(&mut self, begun: &Begun<'_>, now: Instant) -> Option<ConversationId> {
         let end = *begun.chain.last()?;
         let id = match self.find_id(begun.chain) {
@@ -277,20 +243,18 @@ impl Conversations {
         self.workers.entry(begun.worker).or_default().tokens += conversation.own_tokens;
     }
 
-    /// Records that a worker with this much room for KV that can be evicted has begun to answer a
-    /// turn: it has the turn's KV.
+    /// A worker that has begun to answer has the turn's KV. `room_tokens` is its room for KV that
+    /// can be evicted.
     pub fn record_answer(&mut self, id: ConversationId, room_tokens: u64) {
         if let Some(worker) = self.conversations.get(&id).map(|conversation| conversation.worker) {
             self.evict(worker, room_tokens);
         }
     }
 
-    /// Forgets a conversation whose turn no worker has answered.
     pub fn discard(&mut self, id: ConversationId) {
         self.remove(id);
     }
 
-    /// Records that a turn has ended.
     pub fn end_turn(&mut self, id: ConversationId, now: Instant) {
         let Some(conversation) = self.conversations.get_mut(&id) else { return };
         if conversation.idle_since.is_some() {
@@ -308,7 +272,7 @@ impl Conversations {
         self.bound(now);
     }
 
-    /// Records that another worker runs a conversation's turn than the one that was chosen first.
+    /// Records that another worker runs the turn than the one that was chosen first.
     pub fn rebind(&mut self, id: ConversationId, worker: WorkerRef) {
         if self.conversations.get(&id).is_none_or(|conversation| conversation.worker == worker) {
             return;
@@ -325,7 +289,6 @@ impl Conversations {
         }
     }
 
-    /// Forgets the conversations of an agent that has left the fleet.
     pub fn forget_agent(&mut self, agent: usize) {
         let of_agent = |(id, conversation): (&ConversationId, &Conversation)| {
             (conversation.worker.agent == agent).then_some(*id)
@@ -336,8 +299,8 @@ impl Conversations {
         }
     }
 
-    /// Adds to the workers' forecasts the KV of conversations that is presumably used again. The
-    /// forecasts are by agent, then by rank.
+    /// Adds the KV of conversations that is presumably used again. `demands` is by agent, then by
+    /// rank.
     pub(super) fn add_demand(&mut self, demands: &mut [Vec<ReuseDemand>], now: Instant) {
         for has_grown in [false, true] {
             let of_kind = self.conversations.values().filter(|it| it.has_grown == has_grown);
@@ -378,7 +341,6 @@ impl Conversations {
         }
     }
 
-    /// Takes a conversation's tokens from its worker, if they are presumably there.
     fn take_from_worker(&mut self, id: ConversationId) {
         let Some(conversation) = self.conversations.get(&id).filter(|it| it.is_resident) else {
             return;
@@ -405,7 +367,6 @@ impl Conversations {
         }
     }
 
-    /// Forgets the conversations that were unused for longest, down to the bound.
     fn bound(&mut self, now: Instant) {
         while self.conversations.len() > self.conversations_max
             && let Some((_, id)) = self.idle.first().copied()
@@ -428,10 +389,6 @@ impl Conversations {
         }
     }
 
-    /// Checks the table, for tests.
-    ///
-    /// # Panics
-    /// If an invariant is broken.
     pub fn check_invariants(&self) {
         let mut tokens: HashMap<WorkerRef, (u64, u64, usize)> = HashMap::new();
         for (id, conversation) in &self.conversations {

@@ -1,9 +1,8 @@
 //! Connects to the agents' control ports, with the router's certificate and proofs by its token.
 //!
-//! `connect`, `control` and the stream of resident blocks each have a connection of their own. A
-//! connection uses the certificates that are in the files when it is made, a call the token that is
-//! in its file when it is made. On each connection the agent first proves that it holds the token,
-//! so none is made anew under a client that has one.
+//! A connection uses the certificates that are in the files when it is made, a call the token that
+//! is in its file when it is made. On each connection the agent first proves that it holds the
+//! token, so none is made anew under a client that has one.
 
 use std::{
     future::Future,
@@ -31,35 +30,32 @@ use service::{
 use tonic::transport::{Endpoint, Error};
 use tower::Service;
 
-/// Time between two HTTP/2 pings. A host that dies silently is noticed after this time plus
-/// [`KEEPALIVE_TIMEOUT`]. At about that time its silence makes its workers stale.
+/// A host that dies silently is noticed after this time plus [`KEEPALIVE_TIMEOUT`]. At about that
+/// time its silence makes its workers stale.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
-/// Time for the answer to a ping. Without an answer the connection is closed.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the router proves itself with, and what it recognizes agents by.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AgentCredentials {
-    /// The certificates; `None` if no agent speaks TLS.
+    /// `None` if no agent speaks TLS.
     pub(crate) tls: Option<ClientTls>,
-    /// The tokens that the router shares with its agents; `None` if there is none.
+    /// Shared with the agents; `None` if there is none.
     pub(crate) tokens: Option<Reloaded<Tokens>>,
 }
 
-/// A connection to an agent that has proven itself, if it must.
 #[derive(Debug)]
 pub(crate) struct ProvenConnection {
     pub(crate) client: AgentClient,
-    /// The id that the agent has proven; `None` without tokens.
+    /// `None` without tokens.
     pub(crate) agent_id: Option<String>,
 }
 
-/// The connection of a client has ended. What was called was not sent.
+/// The call was not sent.
 #[derive(Debug, thiserror::Error)]
 #[error("the connection to the agent has ended")]
 pub(crate) struct ConnectionEnded;
 
-/// A connector that connects once. Tonic would connect again by itself, to whatever answers then.
+/// Connects once. Tonic would connect again by itself, to whatever answers then.
 #[derive(Debug, Clone)]
 struct OneConnection {
     connector: Connector,
@@ -83,21 +79,15 @@ impl Service<Uri> for OneConnection {
     }
 }
 
-/// Makes connections to the control port of one agent.
 #[derive(Debug, Clone)]
 pub(crate) struct AgentDialer {
     endpoint: Endpoint,
     connector: Connector,
-    /// Signs the requests to the agent; `None` without tokens.
+    /// `None` without tokens.
     signer: Option<Arc<Signer>>,
 }
 
 impl AgentDialer {
-    /// Describes the control port at the URL `control`, with keepalive so that a dead host is
-    /// noticed.
-    ///
-    /// # Errors
-    /// If the URL is invalid. The check of the settings rejects such a URL earlier.
     pub(crate) fn new(
         control: &str,
         credentials: &AgentCredentials,
@@ -114,15 +104,11 @@ impl AgentDialer {
         Ok(Self { endpoint, connector, signer })
     }
 
-    /// Returns what signs the requests to the agent; `None` without tokens.
     pub(crate) fn signer(&self) -> Option<&Arc<Signer>> {
         self.signer.as_ref()
     }
 
-    /// Connects, and has the agent prove that it holds the token, if there is one.
-    ///
-    /// # Errors
-    /// Why not, for an operator.
+    /// The agent must prove that it holds the token, if there is one. The error is for an operator.
     pub(crate) async fn connect(&self) -> Result<ProvenConnection, String> {
         let connector =
             OneConnection { connector: self.connector.clone(), is_used: Arc::default() };
@@ -134,7 +120,6 @@ impl AgentDialer {
     }
 }
 
-/// Formats the status of a failed call, and what it comes from, on one line.
 pub(crate) fn describe_status(status: &tonic::Status) -> String {
     let text = format!("{:?}: {}", status.code(), status.message());
     match std::error::Error::source(status) {

@@ -1,18 +1,15 @@
 //! Counts what this router has in flight on each worker, by one lease per turn.
 //!
-//! A *turn* is one request and its answer. A *worker* is one data-parallel rank of an engine. The
-//! tasks of turns hold the leases, and the worker table reads the counts. A lease only counts;
-//! nothing is refused here. The counts go up when a turn acquires its *lease* and down when the
-//! lease is dropped. The response body keeps the lease, so the counts go down however the turn
-//! ends. A lease can't be cloned, so no turn is counted twice.
+//! A lease only counts; nothing is refused here. The response body keeps the lease, so the counts
+//! go down however the turn ends. A lease can't be cloned, so no turn is counted twice.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-/// Counts of what this router has in flight on one worker. All snapshots of the fleet share these
-/// counts. They fill one cache line, because a placement may read those of a thousand workers.
+/// All snapshots of the fleet share these counts. They fill one cache line, because a placement may
+/// read those of a thousand workers.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct InFlight {
@@ -24,49 +21,38 @@ pub struct InFlight {
     staged_prefill_prompts: AtomicU32,
 }
 
-/// The values of [`InFlight`] at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct InFlightCounts {
-    /// Number of turns in flight.
     pub turns: u32,
-    /// Number of sessions that this router has asked the worker to open since the router started.
-    /// Wraps around.
+    /// Sessions that this router has asked the worker to open since the router started. Wraps
+    /// around.
     pub open_requests: u32,
     /// Prompt tokens to be computed for turns whose answer has not begun.
     pub unanswered_tokens: u64,
-    /// Tokens of KV that the turns in flight will add. The agents' session tables show them only
-    /// after the turns end.
+    /// KV that the turns in flight will add. The agents' session tables show it only after the
+    /// turns end.
     pub incoming_tokens: u64,
-    /// Prompt tokens in staged prefill, in which the agent computes a long prompt in stages before
-    /// the router sends the turn.
     pub staged_prefill_tokens: u64,
-    /// Number of prompts in staged prefill.
     pub staged_prefill_prompts: u32,
 }
 
 impl InFlight {
-    /// Returns the number of turns in flight.
     pub fn turns(&self) -> u32 {
         self.turns.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of sessions that this router has asked the worker to open since the
-    /// router started. Wraps around.
     pub fn open_requests(&self) -> u32 {
         self.open_requests.load(Ordering::Relaxed)
     }
 
-    /// Returns the prompt tokens to be computed for turns whose answer has not begun.
     pub fn unanswered_tokens(&self) -> u64 {
         self.unanswered_tokens.load(Ordering::Relaxed)
     }
 
-    /// Returns the tokens of KV that the turns in flight will add.
     pub fn incoming_tokens(&self) -> u64 {
         self.incoming_tokens.load(Ordering::Relaxed)
     }
 
-    /// Returns all counts.
     pub fn counts(&self) -> InFlightCounts {
         InFlightCounts {
             turns: self.turns(),
@@ -78,13 +64,11 @@ impl InFlight {
         }
     }
 
-    /// Counts one more request to open a session.
     pub fn count_open_request(&self) {
         self.open_requests.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// One turn in flight on a worker. The turn counts until the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
     in_flight: Arc<InFlight>,
@@ -93,20 +77,15 @@ pub struct Lease {
     prompt_state: PromptState,
 }
 
-/// The state of a turn's prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PromptState {
-    /// The agent computes the prompt in stages. The turn itself is not sent yet.
     InStagedPrefill,
-    /// The turn is sent, and the engine has this many prompt tokens to compute.
+    /// The engine has this many prompt tokens to compute.
     Sent(u64),
-    /// The answer has begun, so the prompt is computed.
     Answered,
 }
 
 impl Lease {
-    /// Counts one turn until the lease is dropped. `tokens` is the number of prompt tokens that the
-    /// worker is expected to compute.
     #[must_use]
     pub fn acquire(in_flight: &Arc<InFlight>, tokens: u64) -> Self {
         in_flight.turns.fetch_add(1, Ordering::Relaxed);
@@ -115,29 +94,24 @@ impl Lease {
         Self { in_flight: Arc::clone(in_flight), tokens, prompt_state: PromptState::Sent(tokens) }
     }
 
-    /// Returns the prompt tokens that the worker was expected to compute when the turn was placed.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Records that the prompt goes through staged prefill before the turn is sent.
     pub fn begin_staged_prefill(&mut self) {
         self.set_prompt_state(PromptState::InStagedPrefill);
     }
 
-    /// Records that the turn is sent after staged prefill, and that at most `tokens_max` of its
-    /// prompt tokens are left to compute.
+    /// At most `tokens_max` of the prompt tokens are left to compute.
     pub fn end_staged_prefill(&mut self, tokens_max: u64) {
         self.set_prompt_state(PromptState::Sent(self.tokens.min(tokens_max)));
     }
 
-    /// Records that the answer has begun, so that the prompt is computed.
     pub fn record_answer(&mut self) {
         self.set_prompt_state(PromptState::Answered);
     }
 
-    /// Changes the prompt's state: counts it in the new state and stops counting it in the old one.
     fn set_prompt_state(&mut self, new_state: PromptState) {
         let Self { in_flight, tokens, .. } = &*self;
         match new_state {

@@ -1,11 +1,10 @@
 //! Checks the events in one agent's load stream and turns them into updates of the fleet. Pure.
 //!
-//! The stream begins with the agent's description of itself. All of its sessions follow, in one or
-//! more parts: the *session table*. After that come load reports, changes of single sessions, and a
-//! new description if the engine restarts. Events are numbered from 0 without gaps. All have the
-//! same *epoch*, which identifies the agent process. An event that breaks these rules is an error.
-//! The caller, a task of `connect`, then connects again and gets a new, complete stream. `state`
-//! applies the updates.
+//! The stream begins with the agent's description. All of its sessions follow, in one or more
+//! parts: the *session table*. After that come load reports, changes of single sessions, and a new
+//! description if the engine restarts. Events are numbered from 0 without gaps, and all have the
+//! epoch of one agent process. After an event that breaks these rules, the caller needs a new
+//! stream.
 
 use proto::{
     id::SessionKey,
@@ -15,75 +14,53 @@ use proto::{
 
 use super::state::Update;
 
-/// Why a stream can't be followed any further.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An event is missing, came twice or came too late.
     #[error("expected event {want} but received event {got}")]
     Gap {
-        /// The expected number.
         want: u64,
-        /// The received number.
         got: u64,
     },
-    /// The agent process behind the stream changed.
     #[error("the epoch changed from {from} to {to}")]
     Epoch {
-        /// The epoch of the previous events.
         from: u64,
-        /// The epoch of this event.
         to: u64,
     },
-    /// The event may not come at this point of the stream, or doesn't fit the description.
     #[error("{0}")]
     Order(&'static str),
-    /// The event can't be decoded.
     #[error("received an invalid event")]
     Invalid(#[from] load::Error),
 }
 
-/// The part of the stream that the next event belongs to.
 #[derive(Debug)]
 enum Phase {
-    /// No event has arrived. The description comes next.
     Start,
-    /// The description and parts of the session table have arrived.
     Table { description: Box<Description>, sessions: Vec<Session> },
-    /// The session table is complete. The engine has this many data-parallel ranks.
     Live { rank_count: usize },
 }
 
-/// Checks the events of one load stream.
 #[derive(Debug)]
 pub struct LoadStreamChecker {
     phase: Phase,
-    /// The epoch of all events of the stream.
     epoch: u64,
-    /// The number that the next event must have.
     next_sequence: u64,
-    /// Most sessions of the agent that the fleet's state keeps.
     sessions_max: usize,
 }
 
 impl LoadStreamChecker {
-    /// Creates the checker for a new stream. It keeps at most `sessions_max` + 1 sessions of the
-    /// stream's table. If there is one above the bound, the fleet's state logs that it leaves
-    /// sessions out.
+    /// Keeps at most `sessions_max` + 1 sessions of the table. By the one above the bound, the
+    /// fleet's state notices and logs that it leaves sessions out.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self { phase: Phase::Start, epoch: 0, next_sequence: 0, sessions_max }
     }
 
-    /// Whether the session table is complete.
     #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(self.phase, Phase::Live { .. })
     }
 
-    /// Checks the next event. Returns an update of the fleet's state, if the event completes one.
-    ///
-    /// # Errors
-    /// If the event breaks the stream's rules. The caller needs a new stream then.
     pub fn accept(&mut self, event: v1::LoadEvent) -> Result<Option<Update>, Error> {
         if event.sequence != self.next_sequence {
             return Err(Error::Gap { want: self.next_sequence, got: event.sequence });
@@ -125,7 +102,6 @@ impl LoadStreamChecker {
         }
     }
 
-    /// Takes an event after the session table of an engine with `rank_count` ranks.
     fn take_live_event(
         &mut self,
         rank_count: usize,
@@ -158,7 +134,6 @@ impl LoadStreamChecker {
         }
     }
 
-    /// Decodes a description and checks its epoch.
     fn read_description(&self, wire: v1::Description) -> Result<Description, Error> {
         let description = Description::try_from(wire)?;
         if description.epoch != self.epoch {
@@ -168,7 +143,6 @@ impl LoadStreamChecker {
     }
 }
 
-/// Decodes a session and checks that it is on one of the engine's ranks.
 fn read_session(wire: v1::Session, rank_count: usize) -> Result<Session, Error> {
     let session = Session::try_from(wire)?;
     if session.dp_rank as usize >= rank_count {

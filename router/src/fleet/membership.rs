@@ -1,9 +1,7 @@
 //! Decides which agents are in the fleet, and which slot each of them has. Pure.
 //!
-//! A *source* lists agents by the URL of their control port: the settings, a file, DNS, Kubernetes,
-//! or the agents themselves. An agent is a *member* while at least one source lists it as serving.
-//! A *slot* is an index of the router's tables of agents, such as the agents of a snapshot. Each
-//! agent has one slot from its admission until nothing in this process refers to it any more:
+//! An agent is a *member* while at least one source lists it as serving. A *slot* is an index of
+//! the router's tables of agents. An agent has its slot until nothing in this process refers to it:
 //!
 //! | phase | the agent |
 //! |---|---|
@@ -27,28 +25,23 @@ use serde::Serialize;
 
 use crate::config::AGENTS_MAX;
 
-/// What lists agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
-    /// The setting `workers`.
     Static,
-    /// A watched file.
     File,
-    /// Names of the Domain Name System.
     Dns,
-    /// `EndpointSlice` objects of a Kubernetes cluster.
+    /// `EndpointSlice` objects.
     Kubernetes,
     /// The agents themselves.
     Announce,
 }
 
 impl Source {
-    /// All sources, in the order of their numbers.
     pub const ALL: [Self; 5] =
         [Self::Static, Self::File, Self::Dns, Self::Kubernetes, Self::Announce];
 
-    /// Returns the source's name in JSON, logs and metrics.
+    /// In JSON, logs and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -61,78 +54,62 @@ impl Source {
     }
 }
 
-/// What a source says of an agent that it lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Listing {
-    /// The agent is about to end, so it gets nothing new.
     Terminating,
-    /// The agent serves.
     Serving,
 }
 
-/// The agents that a source lists, by the URL of the control port.
+/// By the URL of the control port.
 pub type SourceList = BTreeMap<String, Listing>;
 
-/// The ids of the agents that announcements name, by the URL of the control port.
+/// The ids that announcements name, by the URL of the control port.
 pub type AgentIds = BTreeMap<String, BTreeSet<String>>;
 
-/// The phase of a slot; see the module's description.
+/// See the module's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// The slot has no agent.
     Free,
-    /// The agent is in the fleet.
     Member,
-    /// The agent leaves the fleet.
     Leaving {
-        /// When the agent began to leave.
         since: Instant,
     },
-    /// The agent's tasks are being stopped.
     Ending,
-    /// The agent is forgotten, and the slot waits for the end of the last reference to it.
     Vacated,
 }
 
 impl Phase {
-    /// Whether the router follows the agent of the slot.
     #[must_use]
     pub fn is_followed(self) -> bool {
         matches!(self, Self::Member | Self::Leaving { .. })
     }
 
-    /// Whether nothing is known of an agent in the slot.
     #[must_use]
     pub fn is_vacant(self) -> bool {
         matches!(self, Self::Free | Self::Vacated)
     }
 }
 
-/// A slot and the agent that has it.
 #[derive(Debug, Clone)]
 struct Slot {
     phase: Phase,
-    /// URL of the agent's control port. Empty if the slot is vacant.
+    /// Empty if the slot is vacant.
     control_url: Arc<str>,
 }
 
-/// The agents of the fleet, and their slots.
 #[derive(Debug)]
 pub struct Membership {
     slots: Vec<Slot>,
-    /// The slots of the agents that are followed, by the URL of the control port.
+    /// Slots of the agents that are followed, by the URL of the control port.
     followed: HashMap<Arc<str>, usize>,
-    /// The free slots, in the order in which they became free.
+    /// In the order in which they became free.
     free: VecDeque<usize>,
-    /// The newest list of each source, by the source's number.
     lists: [SourceList; Source::ALL.len()],
-    /// The ids that the announcements in `lists` name.
     announced_ids: AgentIds,
 }
 
 impl Membership {
-    /// Creates the membership of the agents that the settings name. Their order is the order of the
-    /// first slots.
+    /// The order of the URLs is the order of the first slots.
     #[must_use]
     pub fn new(static_urls: &[String]) -> Self {
         let mut membership = Self {
@@ -150,25 +127,22 @@ impl Membership {
         membership
     }
 
-    /// Returns the number of slots.
     #[must_use]
     pub fn slot_count(&self) -> usize {
         self.slots.len()
     }
 
-    /// Returns the phase of a slot.
     #[must_use]
     pub fn phase(&self, slot: usize) -> Phase {
         self.slots[slot].phase
     }
 
-    /// Returns the URL of the control port of the agent in a slot. Empty if the slot is vacant.
+    /// Empty if the slot is vacant.
     #[must_use]
     pub fn control_url(&self, slot: usize) -> &str {
         &self.slots[slot].control_url
     }
 
-    /// Returns the sources that list the agent of a slot.
     #[must_use]
     pub fn sources(&self, slot: usize) -> Vec<Source> {
         let url = self.control_url(slot);
@@ -176,23 +150,21 @@ impl Membership {
         lists.filter(|(_, list)| list.contains_key(url)).map(|(source, _)| source).collect()
     }
 
-    /// Returns the ids that the agent of a slot may have. `None`: any, because nothing lists it, or
-    /// a source that names only addresses.
+    /// The ids that the agent of a slot may have. `None`: any, because nothing lists it, or a
+    /// source that names only addresses.
     #[must_use]
     pub fn announced_ids(&self, slot: usize) -> Option<&BTreeSet<String>> {
         let is_listed_elsewhere = self.sources(slot).iter().any(|it| *it != Source::Announce);
         self.announced_ids.get(self.control_url(slot)).filter(|_| !is_listed_elsewhere)
     }
 
-    /// Returns the number of agents that should be members and wait for a free slot.
+    /// Agents that should be members and wait for a free slot.
     #[must_use]
     pub fn waiting_count(&self) -> usize {
         let wanted = self.wanted();
         wanted.iter().filter(|url| !self.followed.contains_key(**url)).count()
     }
 
-    /// Replaces the list of a source. Agents that are listed now join or return. Agents that no
-    /// source lists as serving any more begin to leave.
     pub fn replace_list(&mut self, source: Source, list: SourceList, now: Instant) {
         let urls = list.into_iter().map(|(url, listing)| (normalize_url(&url), listing));
         *self.list_mut(source) = urls.collect();
@@ -200,16 +172,11 @@ impl Membership {
         self.check_in_debug();
     }
 
-    /// Replaces the ids that announcements name.
     pub fn replace_announced_ids(&mut self, agent_ids: AgentIds) {
         let agent_ids = agent_ids.into_iter().map(|(url, ids)| (normalize_url(&url), ids));
         self.announced_ids = agent_ids.collect();
     }
 
-    /// Ends the following of an agent that is leaving.
-    ///
-    /// # Panics
-    /// If the agent isn't leaving.
     pub fn end(&mut self, slot: usize) {
         assert!(matches!(self.phase(slot), Phase::Leaving { .. }), "only who leaves can end");
         self.slots[slot].phase = Phase::Ending;
@@ -217,20 +184,15 @@ impl Membership {
         self.check_in_debug();
     }
 
-    /// Forgets an agent whose tasks have ended.
-    ///
-    /// # Panics
-    /// If the agent isn't ending.
     pub fn vacate(&mut self, slot: usize) {
         assert_eq!(self.phase(slot), Phase::Ending, "only an ended agent can be forgotten");
         self.slots[slot] = Slot { phase: Phase::Vacated, control_url: "".into() };
         self.check_in_debug();
     }
 
-    /// Frees a slot that nothing refers to any more. An agent that waits for a slot gets it.
+    /// An agent that waits for a slot gets the free one.
     ///
-    /// # Panics
-    /// If the slot isn't vacated.
+    /// # Panics If the slot isn't vacated.
     pub fn free(&mut self, slot: usize, now: Instant) {
         assert_eq!(self.phase(slot), Phase::Vacated, "only a vacated slot can be free");
         self.slots[slot].phase = Phase::Free;
@@ -239,7 +201,6 @@ impl Membership {
         self.check_in_debug();
     }
 
-    /// Panics if the slots, the lists and the indexes contradict each other.
     pub fn check_invariants(&self) {
         assert!(self.slots.len() <= AGENTS_MAX, "more slots than allowed");
         let wanted = self.wanted();
@@ -268,7 +229,6 @@ impl Membership {
         &mut self.lists[source as usize]
     }
 
-    /// Returns the agents that at least one source lists as serving.
     fn wanted(&self) -> BTreeSet<&str> {
         let listed = self.lists.iter().flatten();
         listed
@@ -277,7 +237,6 @@ impl Membership {
             .collect()
     }
 
-    /// Makes the slots agree with the lists.
     fn reconcile(&mut self, now: Instant) {
         let wanted: Vec<String> = self.wanted().into_iter().map(str::to_owned).collect();
         let wanted_set: HashSet<&str> = wanted.iter().map(String::as_str).collect();
@@ -296,8 +255,7 @@ impl Membership {
         }
     }
 
-    /// Gives an agent a slot: the one that has been free for longest, or else a new one. Without a
-    /// slot the agent waits.
+    /// The slot that has been free for longest, or else a new one. Without a slot the agent waits.
     fn admit(&mut self, control_url: &str) {
         let control_url: Arc<str> = control_url.into();
         let slot = Slot { phase: Phase::Member, control_url: Arc::clone(&control_url) };
@@ -321,7 +279,7 @@ impl Membership {
     }
 }
 
-/// Returns a control port's URL as it is compared: without a slash at its end.
+/// URLs are compared without a slash at the end.
 fn normalize_url(url: &str) -> String {
     url.trim_end_matches('/').to_owned()
 }

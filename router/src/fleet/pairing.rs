@@ -1,16 +1,14 @@
 //! Decides which prefill and decode engines can run turns together. Pure.
 //!
-//! With prefill/decode disaggregation, a *prefill* engine computes a turn's prompt and hands the KV
-//! to a *decode* engine, which generates the answer. The decode engine copies pages as they are, so
-//! the two engines need the same model, pages and data type, and one way to transfer. An agent
-//! describes these values; `worker_table` keeps their [`PairClass`], and placement compares it.
+//! The decode engine copies pages of KV as they are, so the two engines need the same model, pages
+//! and data type, and one way to transfer.
 
 use std::num::NonZeroU64;
 
 use proto::load::{EngineFacts, EngineRole};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Bits of a class that hold the tensor parallel size. The rest is the hash.
+/// The rest of a class is the hash.
 const TP_BITS: u32 = 16;
 
 /// The values of an engine on which its partners depend, in one number.
@@ -18,8 +16,8 @@ const TP_BITS: u32 = 16;
 pub struct PairClass(NonZeroU64);
 
 impl PairClass {
-    /// Reads the class of an engine; `None` if the engine runs whole turns, or if its agent is too
-    /// old to say how it hands over KV.
+    /// `None` if the engine runs whole turns, or if its agent is too old to say how it hands over
+    /// KV.
     #[must_use]
     pub fn read(engine: &EngineFacts) -> Option<Self> {
         let transfer =
@@ -35,9 +33,8 @@ impl PairClass {
         NonZeroU64::new(hasher.digest() << TP_BITS | tp_size).map(Self)
     }
 
-    /// Whether an engine of this class can form a pair with one of the other. The KV of a head goes
-    /// from a whole number of ranks to a whole number of ranks, so the smaller tensor parallel size
-    /// must divide the greater.
+    /// The KV of a head goes from a whole number of ranks to a whole number of ranks, so the
+    /// smaller tensor parallel size must divide the greater.
     #[must_use]
     pub fn fits(self, other: Self) -> bool {
         let (greater, less) =

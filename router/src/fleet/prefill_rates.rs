@@ -1,16 +1,10 @@
 //! Estimates how fast each worker computes prompts, also one that has computed none yet. Pure.
 //!
-//! A *worker* is one data-parallel rank of an engine. Its *prefill rate* is the number of prompt
-//! tokens that its engine computes in a second. An agent measures the rate while turns run. If only
-//! the measurement counted, a worker that was never used would be assumed to be slow, and would
-//! never be used. Nor would one whose first turns were slow, because the engine compiled kernels
-//! meanwhile.
-//!
-//! So a worker is expected to be as fast as workers of the same *kind*: the same models on the same
-//! devices. A worker's own measurement counts as far as it differs from its kind by more than
-//! measurements of equal workers differ, and the less the older it is.
-//!
-//! The state makes the estimate of the whole fleet whenever it sums the reuse forecast.
+//! An agent measures the rate while turns run. If only the measurement counted, a worker that was
+//! never used would be assumed to be slow, and would never be used. Nor would one whose first turns
+//! were slow, because the engine compiled kernels meanwhile. So a worker is expected to be as fast
+//! as workers of the same *kind*. Its own measurement counts as far as it differs from its kind by
+//! more than measurements of equal workers differ, and the less the older it is.
 
 use std::{
     collections::HashMap,
@@ -23,29 +17,27 @@ use proto::load::Figure;
 
 use super::agent::Agent;
 
-/// How much faster or slower than its kind a worker is measured without being so, in percent. The
-/// length of the prompts and other programs on the machine move the measured rate that much.
+/// How much faster or slower than its kind a worker is measured without being so. The length of the
+/// prompts and other programs on the machine move the measured rate that much.
 const NOISE_PERCENT: u64 = 25;
 /// Time in which a measurement loses half of its weight. A worker that was slow for a while gets
 /// turns again, and is measured again.
 const HALF_LIFE_MS: u64 = 600_000;
-/// Weights are in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
 /// A hash of what makes workers equally fast: the names of their models and of their devices.
 type Kind = u64;
 
-/// The prefill rates of the fleet, in tokens per second.
+/// In tokens per second.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PrefillRates {
-    /// The middle one of the measured rates of each kind.
+    /// The median measured rate of each kind.
     by_kind: HashMap<Kind, NonZeroU64>,
-    /// The middle one of all measured rates. `None` if none was measured.
+    /// The median of all measured rates. `None` if none was measured.
     of_fleet: Option<NonZeroU64>,
 }
 
 impl PrefillRates {
-    /// Collects what the agents have measured.
     pub(super) fn collect(agents: &[Arc<Agent>]) -> Self {
         let mut by_kind: HashMap<Kind, Vec<NonZeroU64>> = HashMap::new();
         for agent in agents.iter().filter(|agent| agent.is_up()) {
@@ -62,7 +54,6 @@ impl PrefillRates {
         Self { by_kind, of_fleet }
     }
 
-    /// Returns the rate that a worker is expected to have. `None` if no worker was measured.
     pub(super) fn expected(
         &self,
         agent: &Agent,
@@ -80,7 +71,6 @@ impl PrefillRates {
     }
 }
 
-/// Returns the kind of a worker. `None` if its agent has not described it.
 fn kind(agent: &Agent, dp_rank: u32) -> Option<Kind> {
     let description = &agent.facts.as_ref()?.description;
     let devices = &description.ranks.get(dp_rank as usize)?.devices;
@@ -90,14 +80,12 @@ fn kind(agent: &Agent, dp_rank: u32) -> Option<Kind> {
     Some(hasher.finish())
 }
 
-/// Returns the middle one of some rates; the higher one of two in the middle.
+/// The higher one of two in the middle.
 fn middle(mut rates: Vec<NonZeroU64>) -> Option<NonZeroU64> {
     rates.sort_unstable();
     rates.get(rates.len() / 2).copied()
 }
 
-/// Returns the rate of a worker that was measured as `own`, `age_ms` milliseconds ago, and whose
-/// kind has the rate `typical`.
 fn weigh(own: NonZeroU64, typical: NonZeroU64, age_ms: u32) -> NonZeroU64 {
     let (own, typical) = (own.get(), typical.get());
     let with_noise = |rate: u64| rate.saturating_mul(100 + NOISE_PERCENT) / 100;

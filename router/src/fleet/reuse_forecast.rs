@@ -1,18 +1,9 @@
 //! Forecasts for the placement how much KV on each worker will be used again. Pure.
 //!
-//! A *session* is a sequence of turns (one request and its answer each) that share a growing
-//! prefix. A *worker* is one data-parallel rank of an engine. A session's tokens count on the
-//! worker that ran its last turn, times the probability that the session sends another turn.
-//!
-//! A session *abandons* KV when it moves to another worker, or when its client rewrites its
-//! history. Abandoned KV counts until eviction has presumably taken it.
-//!
-//! `state` records the sessions here, and `placement` reads the forecasts in a snapshot. This
-//! module doesn't know prompts or blocks.
-//!
-//! The input is the sessions that the agents report. The output is one forecast per worker, summed
-//! at most four times a second. A session's *idle time* is the time since its last turn ended.
-//! The module `returns` estimates from it how likely the session sends another turn.
+//! A session's tokens count on the worker that ran its last turn, times the probability that the
+//! session sends another turn. A session *abandons* KV when it moves to another worker, or when its
+//! client rewrites its history. Abandoned KV counts until eviction has presumably taken it. A
+//! session's *idle time* is the time since its last turn ended.
 
 mod returns;
 
@@ -29,55 +20,46 @@ use proto::{
 pub(super) use self::returns::ReturnEstimator;
 use super::worker::WorkerRef;
 
-/// Greatest age of the forecasts. Older forecasts are computed again. Within this time, new turns
-/// change the sums by about one session in a hundred. Summing 100,000 sessions takes a millisecond.
+/// Within this time, new turns change the sums by about one session in a hundred. Summing 100,000
+/// sessions takes a millisecond.
 pub(super) const FORECAST_AGE_MAX: Duration = Duration::from_millis(250);
 /// Time in which eviction is assumed to take half of the abandoned KV. The contents of a pool are
 /// replaced within minutes.
 const ABANDONED_HALF_LIFE: Duration = Duration::from_secs(150);
-/// Rate at which a session with a running turn sends its next turn, in millionths per second. The
-/// value is one turn in 30 s. An answer takes 10 s. Half of the pauses after it are shorter than
-/// 10 s, and some are much longer.
+/// Rate at which a session with a running turn sends its next turn: one in 30 s. An answer takes 10
+/// s. Half of the pauses after it are shorter than 10 s, and some are much longer.
 const RUNNING_TURNS_MICRO_PER_S: u64 = 33_000;
-/// Upper bounds of the idle-time classes, in seconds. The last class has no bound.
+/// Upper bounds of the idle-time classes. The last class has no bound.
 const IDLE_BOUNDS_S: [u64; IDLE_CLASSES - 1] = [10, 30, 60, 120, 300, 600, 1800];
 /// Where it is evicted, KV of conversations without a name counts as that of sessions, divided by
 /// this number. In the simulator `berth-sim` with Mooncake's prompts, the mean time to the first
 /// token is 5 % worse with 1, and 0.5 % better if it has no value. But then a turn would evict such
 /// KV where other workers have room.
 const UNNAMED_DIVISOR: u64 = 4;
-/// Number of idle-time classes.
 pub const IDLE_CLASSES: usize = 8;
 
-/// KV of the sessions in one idle-time class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct IdleClass {
-    /// All tokens of these sessions. An upper bound of what is resident, because eviction may have
-    /// taken some.
+    /// An upper bound of what is resident, because eviction may have taken some.
     pub tokens: u64,
-    /// Tokens expected to be used again. Each session's tokens are multiplied by the probability
-    /// that the session returns.
+    /// The tokens of each session times the probability that the session returns.
     pub wanted_tokens: u64,
 }
 
-/// The reuse forecast of one worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReuseDemand {
-    /// All tokens expected to be used again, plus abandoned tokens that are not evicted yet. The
-    /// tokens of sessions with a running turn count in full.
+    /// Includes abandoned tokens that are not evicted yet. The tokens of sessions with a running
+    /// turn count in full.
     pub wanted_tokens: u64,
-    /// Rate at which the worker's sessions will send turns, in millionths per second.
     pub turns_micro_per_s: u64,
-    /// KV of the sessions without a running turn, by class of idle time. The class of the shortest
-    /// idle time comes first.
+    /// Of the sessions without a running turn. The class of the shortest idle time comes first.
     pub idle_classes: [IdleClass; IDLE_CLASSES],
-    /// As `idle_classes`, of the conversations without a name.
+    /// Of the conversations without a name.
     pub unnamed_idle_classes: [IdleClass; IDLE_CLASSES],
 }
 
 impl IdleClass {
-    /// Adds the KV of one session or conversation that is used again with this chance. Returns the
-    /// tokens that are expected to be used again.
+    /// Returns the tokens that are expected to be used again.
     fn add(&mut self, tokens: u64, chance_milli: u64) -> u64 {
         let wanted_tokens = tokens.saturating_mul(chance_milli) / 1000;
         self.tokens = self.tokens.saturating_add(tokens);
@@ -85,12 +67,10 @@ impl IdleClass {
         wanted_tokens
     }
 
-    /// Adds the KV of one conversation without a name, which counts as [`UNNAMED_DIVISOR`] says.
     pub(super) fn add_unnamed(&mut self, tokens: u64, chance_milli: u64) {
         self.add(tokens, chance_milli / UNNAMED_DIVISOR);
     }
 
-    /// Returns the KV of two classes together.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -101,7 +81,6 @@ impl IdleClass {
 }
 
 impl ReuseDemand {
-    /// The forecast of a worker without sessions.
     pub const NOTHING: Self = Self {
         wanted_tokens: 0,
         turns_micro_per_s: 0,
@@ -109,19 +88,16 @@ impl ReuseDemand {
         unnamed_idle_classes: [IdleClass { tokens: 0, wanted_tokens: 0 }; IDLE_CLASSES],
     };
 
-    /// Adds the KV of a session or conversation with a running turn.
     pub(super) fn add_running(&mut self, tokens: u64) {
         self.add_wanted(tokens, RUNNING_TURNS_MICRO_PER_S);
     }
 
-    /// Adds the KV of a session that is idle. `returns` estimates how likely it returns.
     fn add_idle(&mut self, tokens: u64, idle_time: Duration, returns: &ReturnEstimator) {
         let class = &mut self.idle_classes[idle_class_of(idle_time)];
         let wanted_tokens = class.add(tokens, returns.chance_milli(idle_time));
         self.add_wanted(wanted_tokens, returns.rate_micro(idle_time));
     }
 
-    /// Adds the KV of a conversation without a name that is idle.
     pub(super) fn add_unnamed_idle(
         &mut self,
         tokens: u64,
@@ -140,7 +116,6 @@ impl ReuseDemand {
     }
 }
 
-/// Tracks where sessions are, how long they are idle, and what KV they abandoned.
 #[derive(Debug, Clone)]
 pub struct ReuseForecast {
     sessions_max: usize,
@@ -150,12 +125,9 @@ pub struct ReuseForecast {
     forecast_at: Option<Instant>,
 }
 
-/// What is known of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct SessionEntry {
-    /// The worker that ran the session's last turn.
     worker: WorkerRef,
-    /// Tokens of KV that the session has on `worker`.
     tokens: u64,
     /// When the last turn ended. `None` while a turn runs.
     idle_since: Option<Instant>,
@@ -163,16 +135,13 @@ struct SessionEntry {
     abandoned: Option<(WorkerRef, u64)>,
 }
 
-/// KV that sessions abandoned on a worker.
 #[derive(Debug, Clone, Copy)]
 struct AbandonedKv {
-    /// Abandoned tokens that were not evicted yet at the time `computed_at`.
     tokens: u64,
     computed_at: Instant,
 }
 
 impl AbandonedKv {
-    /// Returns the abandoned tokens that are assumed not to be evicted yet.
     fn tokens_left(&self, now: Instant) -> u64 {
         let age_ms = now.saturating_duration_since(self.computed_at).as_millis();
         let half_lives = age_ms / ABANDONED_HALF_LIFE.as_millis();
@@ -186,8 +155,7 @@ impl AbandonedKv {
 }
 
 impl ReuseForecast {
-    /// Creates an empty forecast for at most `sessions_max` sessions. Sessions beyond this bound
-    /// are ignored.
+    /// Sessions beyond `sessions_max` are ignored.
     #[must_use]
     pub fn new(sessions_max: usize) -> Self {
         Self {
@@ -199,7 +167,6 @@ impl ReuseForecast {
         }
     }
 
-    /// Records a session as its agent reports it.
     pub fn upsert(&mut self, worker: WorkerRef, session: &Session, now: Instant) {
         let is_running = session.turns_running > 0 || session.state == SessionState::Running;
         let idle_since = (!is_running).then(|| now.checked_sub(session.idle).unwrap_or(now));
@@ -237,8 +204,6 @@ impl ReuseForecast {
         self.sessions.insert(digest, entry);
     }
 
-    /// Handles an agent's removal of a session from its table.
-    ///
     /// KV that the session abandoned on this agent stops counting. Either the agent closed the
     /// session, and eviction takes its KV first, or the session had not returned for a long time.
     pub fn remove(&mut self, agent: usize, key: &SessionKey, now: Instant) {
@@ -258,15 +223,14 @@ impl ReuseForecast {
         }
     }
 
-    /// Discards everything known of an agent. The caller then records all sessions of the agent's
-    /// new table.
+    /// The caller then records all sessions of the agent's new table.
     pub fn clear_agent(&mut self, agent: usize) {
         self.sessions.retain(|_, entry| entry.worker.agent != agent);
         self.abandoned.retain(|worker, _| worker.agent != agent);
     }
 
-    /// Returns the forecasts by agent, then by rank, or `None` if the last forecasts are recent
-    /// enough. An agent's list ends with its last rank that has demand.
+    /// By agent, then by rank; `None` if the last forecasts are recent enough. An agent's list ends
+    /// with its last rank that has demand.
     pub fn forecast_if_due(
         &mut self,
         agent_count: usize,
@@ -298,7 +262,7 @@ impl ReuseForecast {
         Some(demands)
     }
 
-    /// Forgets a session if this agent's worker ran its last turn.
+    /// Keeps a session whose last turn another agent's worker ran.
     fn forget(&mut self, agent: usize, digest: Digest, now: Instant) {
         if let Some(entry) = self.sessions.get(&digest).copied()
             && entry.worker.agent == agent
@@ -310,7 +274,6 @@ impl ReuseForecast {
         }
     }
 
-    /// Adds tokens to those abandoned on the worker.
     fn abandon(&mut self, worker: WorkerRef, tokens: u64, now: Instant) {
         if tokens > 0 {
             let old_tokens =
@@ -323,7 +286,7 @@ impl ReuseForecast {
     }
 }
 
-/// Returns the forecast of a worker in `demands`, and adds empty forecasts up to it if needed.
+/// Adds empty forecasts up to the worker's if needed.
 pub(super) fn demand_on(demands: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDemand {
     let ranks = &mut demands[worker.agent];
     let rank = worker.dp_rank as usize;
@@ -333,7 +296,6 @@ pub(super) fn demand_on(demands: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> 
     &mut ranks[rank]
 }
 
-/// Returns the number of the class that an idle time belongs to.
 pub(super) fn idle_class_of(idle_time: Duration) -> usize {
     IDLE_BOUNDS_S.partition_point(|&bound| bound <= idle_time.as_secs())
 }

@@ -1,14 +1,10 @@
 //! Merges the session tables of all agents, so that a session can be found by its key. Pure.
 //!
-//! A *session* is a sequence of turns that share a growing prefix. Each agent (one runs beside each
-//! engine) reports its sessions. An *entry* is one session of one agent. The same key is in the
-//! tables of several agents only after a lost connection or a race between two routers.
+//! An *entry* is one session of one agent. The same key is in the tables of several agents only
+//! after a lost connection or a race between two routers.
 //!
-//! `state` writes the table, and `session_status` of the placement finds sessions in it. What only
-//! this router knows of a session is in `placement::affinity`.
-//!
-//! A table can be cloned cheaply for a snapshot. The entries are spread over many shards behind two
-//! levels of `Arc`s. A clone copies 256 pointers. The next change copies 256 more, and one shard.
+//! A clone for a snapshot is cheap: it copies 256 pointers. The next change copies 256 more, and
+//! one shard.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -24,24 +20,20 @@ use proto::{
 use super::worker::WorkerRef;
 
 /// Number of groups of shards, and of shards in a group. With a million sessions, a shard has 15
-/// entries. The first change to a shard after a snapshot copies all of them, and its group.
+/// entries.
 const FANOUT: usize = 256;
 
-/// An entry: a session as one agent reported it.
 #[derive(Debug, Clone)]
 pub struct ReportedSession {
-    /// The worker (the agent's data-parallel rank) that has the session.
     pub worker: WorkerRef,
-    /// The session as last reported.
     pub session: Arc<Session>,
-    /// When that report arrived.
     pub reported_at: Instant,
-    /// When the session's KV was last demoted. `None` if this router has not seen that happen.
+    /// When the KV was last demoted. `None` if this router has not seen that happen.
     pub demoted_at: Option<Instant>,
 }
 
 impl ReportedSession {
-    /// Returns the time without a turn. Agents report changes, so an idle session's report is old.
+    /// Agents report changes, so an idle session's report is old.
     #[must_use]
     pub fn idle(&self, now: Instant) -> Duration {
         if self.session.turns_running > 0 {
@@ -51,10 +43,10 @@ impl ReportedSession {
     }
 }
 
-/// The entries of some keys, by key. No key has an empty list.
+/// No key has an empty list.
 type Shard = HashMap<Arc<SessionKey>, Vec<ReportedSession>>;
 
-/// The shards of keys that have been there, in groups. A small table has few groups.
+/// In groups. A group is made when a key comes to it, so a small table has few.
 #[derive(Debug, Clone)]
 struct Shards(Vec<Option<Arc<Vec<Arc<Shard>>>>>);
 
@@ -68,7 +60,6 @@ impl Shards {
         self.0[group].as_ref().map(|group| &*group[shard])
     }
 
-    /// Returns a key's shard for a change. Copies it first if a snapshot shares it.
     fn shard_of_mut(&mut self, key: &SessionKey) -> &mut Shard {
         let (group, shard) = place_of(key);
         let new_group = || Arc::new(vec![Arc::default(); FANOUT]);
@@ -81,21 +72,17 @@ impl Shards {
     }
 }
 
-/// The merged session tables of all agents.
 #[derive(Debug, Clone)]
 pub struct Sessions {
     shards: Shards,
-    /// Number of entries of each agent.
+    /// By agent.
     entry_counts: Vec<usize>,
-    /// Most entries of one agent.
     agent_sessions_max: usize,
     /// The keys with several entries. There are few, or none.
     splits: Arc<BTreeSet<SessionKey>>,
 }
 
 impl Sessions {
-    /// Creates an empty table for `agent_count` agents. Each can have at most `agent_sessions_max`
-    /// sessions.
     #[must_use]
     pub fn new(agent_count: usize, agent_sessions_max: usize) -> Self {
         Self {
@@ -106,25 +93,22 @@ impl Sessions {
         }
     }
 
-    /// Adds an agent without sessions, at the next index.
     pub fn add_agent(&mut self) {
         self.entry_counts.push(0);
     }
 
-    /// Whether the agent has any sessions.
     #[must_use]
     pub fn has_any(&self, agent: usize) -> bool {
         self.entry_counts[agent] > 0
     }
 
-    /// Returns the keys that several agents have.
     #[must_use]
     pub fn splits(&self) -> &BTreeSet<SessionKey> {
         &self.splits
     }
 
-    /// Whether the agent has a pinned session. Its client may send only what is new, so it can't
-    /// move; sessions that are not pinned move with their next turns.
+    /// The client of a pinned session may send only what is new, so the session can't move; others
+    /// move with their next turns.
     #[must_use]
     pub fn has_pinned(&self, agent: usize) -> bool {
         let is_pinned = |entry: &ReportedSession| {
@@ -133,39 +117,33 @@ impl Sessions {
         self.has_any(agent) && self.iter().any(is_pinned)
     }
 
-    /// Returns the entries of all agents for the key.
     #[must_use]
     pub fn locate(&self, key: &SessionKey) -> &[ReportedSession] {
         self.shards.shard_of(key).and_then(|shard| shard.get(key)).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns for how long a session of the agent has had no turn. `None` without an entry.
     #[must_use]
     pub fn idle(&self, key: &SessionKey, agent: usize, now: Instant) -> Option<Duration> {
         let entry = self.locate(key).iter().find(|entry| entry.worker.agent == agent);
         entry.map(|entry| entry.idle(now))
     }
 
-    /// Iterates over all entries, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = &ReportedSession> {
         self.shards.iter().flat_map(|shard| shard.values().flatten())
     }
 
-    /// Returns the number of entries of all agents.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entry_counts.iter().sum()
     }
 
-    /// Whether there are no entries.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Adds or replaces the agent's entry for the session, which arrived at `now`. Returns false if
-    /// the agent has as many entries as allowed and none for this session. The session is then left
-    /// out.
+    /// Returns false if the agent has as many entries as allowed and none for this session. The
+    /// session is then left out.
     pub fn upsert(&mut self, agent: usize, session: Session, now: Instant) -> bool {
         let is_full = self.entry_counts[agent] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
@@ -199,7 +177,6 @@ impl Sessions {
         true
     }
 
-    /// Removes the agent's entry for the key.
     pub fn remove(&mut self, agent: usize, key: &SessionKey) {
         let has_entry = self.locate(key).iter().any(|entry| entry.worker.agent == agent);
         if !has_entry {
@@ -218,7 +195,6 @@ impl Sessions {
         self.entry_counts[agent] -= 1;
     }
 
-    /// Removes all entries of the agent.
     pub fn remove_all(&mut self, agent: usize) {
         // A router that starts hears of each agent for the first time, and has nothing to look for.
         if self.has_any(agent) {
@@ -229,8 +205,7 @@ impl Sessions {
         }
     }
 
-    /// Replaces all entries of the agent by sessions that arrived at `now`. Returns how many
-    /// sessions didn't fit.
+    /// Returns how many sessions didn't fit.
     pub fn replace(&mut self, agent: usize, sessions: Vec<Session>, now: Instant) -> usize {
         self.remove_all(agent);
         sessions
@@ -240,7 +215,6 @@ impl Sessions {
             .count()
     }
 
-    /// Panics if the counts and the shards disagree.
     pub fn check_invariants(&self) {
         let mut entry_counts = vec![0; self.entry_counts.len()];
         let mut split_count = 0;
@@ -263,7 +237,7 @@ impl Sessions {
     }
 }
 
-/// Returns the group of the key's shard, and the shard's place there: two bytes of its digest.
+/// Two bytes of the key's digest.
 fn place_of(key: &SessionKey) -> (usize, usize) {
     let [group, shard, ..] = key.digest().0.to_le_bytes();
     (group.into(), shard.into())

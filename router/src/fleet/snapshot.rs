@@ -1,12 +1,8 @@
 //! A snapshot of the fleet for decisions: agents, workers, load reports and session locations.
 //!
-//! An *agent* runs beside each engine and reports its state. A *worker* is one data-parallel rank
-//! of an engine. A decision loads one [`Snapshot`], which never changes, and uses it to the end.
-//! Only the counts of what this router has in flight on each worker change: they are atomics that
-//! all snapshots share, and the tasks of requests write them.
-//!
-//! [`State`](super::state::State) makes the snapshots from the agents' messages. Nothing is stored
-//! on disk, because a restarted router learns everything from the agents again.
+//! A decision loads one [`Snapshot`], which never changes, and uses it to the end. Only the counts
+//! of what this router has in flight change: they are atomics that all snapshots share. Nothing is
+//! stored on disk, because a restarted router learns everything from the agents again.
 
 use std::{
     sync::Arc,
@@ -26,35 +22,29 @@ use super::{
     worker_table::{WorkerStats, WorkerTable},
 };
 
-/// An immutable snapshot of the fleet.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// The agents by slot; those of the settings come first, in their order. A slot may be vacant.
+    /// By slot; those of the settings come first, in their order. A slot may be vacant.
     pub agents: Vec<Arc<Agent>>,
     /// Changes whenever an agent joins, leaves or changes its phase or sources.
     pub(super) members_version: u64,
     /// Whether a source has neither sent a list nor failed yet.
     pub(super) has_silent_sources: bool,
-    /// Where each session is, by session key.
     pub sessions: Sessions,
-    /// The figures of all workers that a placement compares.
     pub(super) worker_table: WorkerTable,
-    /// KV that sessions are expected to use again, indexed by agent, then by rank.
+    /// By agent, then by rank.
     pub(super) reuse_demands: Arc<Vec<Vec<ReuseDemand>>>,
-    /// Whether all agents serve the same models and adapters. If so, a turn (one request and its
-    /// answer) may go to any of them, or to none.
+    /// Models and adapters. If true, a turn may go to any agent, or to none.
     pub(super) serves_same_models: bool,
-    /// The setting: longest silence of an agent before its workers are stale.
+    /// Longest silence of an agent before its workers are stale.
     pub(super) report_age_max: Duration,
-    /// The setting: least predicted gain for which a session moves to another worker.
+    /// Least predicted gain for which a session moves to another worker.
     pub(super) rebind_gain_min: Duration,
-    /// The setting: bytes of KV that one engine hands to another in a second.
     pub(super) transfer_bytes_per_s: u64,
 }
 
 impl Snapshot {
-    /// Iterates over the workers of all agents that were ever heard, in the order of agents, then
-    /// of ranks.
+    /// Of all agents that were ever heard, in the order of agents, then of ranks.
     pub fn workers(&self) -> impl Iterator<Item = (WorkerRef, &Agent, &Facts)> {
         self.agents.iter().enumerate().flat_map(|(index, agent)| {
             agent.facts.iter().flat_map(move |facts| {
@@ -65,15 +55,14 @@ impl Snapshot {
         })
     }
 
-    /// Returns the name under which all routers know a worker. `None` if its agent was never heard.
+    /// The name under which all routers know a worker. `None` if its agent was never heard.
     #[must_use]
     pub fn worker_id(&self, worker: WorkerRef) -> Option<WorkerId> {
         let facts = self.agents.get(worker.agent)?.facts.as_ref()?;
         Some(WorkerId { agent: facts.description.agent_id.clone(), dp_rank: worker.dp_rank })
     }
 
-    /// Returns the worker with this name. `None` if there is none. If two agents have the name, the
-    /// one that is connected counts.
+    /// If two agents have the name, the one that is connected counts.
     #[must_use]
     pub fn worker_named(&self, name: &WorkerId) -> Option<WorkerRef> {
         let has_name = |(worker, _, facts): &(WorkerRef, &Agent, &Facts)| {
@@ -83,24 +72,22 @@ impl Snapshot {
         named.max_by_key(|(_, agent, _)| agent.is_up()).map(|(worker, ..)| worker)
     }
 
-    /// Returns the agent of a worker. Panics if there is no such slot.
     #[must_use]
     pub fn agent(&self, worker: WorkerRef) -> &Agent {
         &self.agents[worker.agent]
     }
 
-    /// Iterates over the agents and their slots, without the vacant slots.
+    /// Without the vacant slots.
     pub fn known_agents(&self) -> impl Iterator<Item = (usize, &Arc<Agent>)> {
         self.agents.iter().enumerate().filter(|(_, agent)| !agent.phase.is_vacant())
     }
 
-    /// Returns a number that changes whenever an agent joins, leaves, or changes its phase.
     #[must_use]
     pub fn members_version(&self) -> u64 {
         self.members_version
     }
 
-    /// Puts an agent that was never heard into a slot, the next new slot included.
+    /// The agent was never heard. The slot may be the next new one.
     pub(super) fn place_agent(&mut self, slot: usize, agent: Agent) {
         if slot == self.agents.len() {
             self.agents.push(Arc::new(agent));
@@ -111,20 +98,17 @@ impl Snapshot {
         }
     }
 
-    /// Returns the worker table: the figures of all workers that a placement compares.
     #[must_use]
     pub fn worker_table(&self) -> &WorkerTable {
         &self.worker_table
     }
 
-    /// Returns what turns the worker may take at `now`.
     #[must_use]
     pub fn state(&self, worker: WorkerRef, now: Instant) -> WorkerState {
         let stats = self.worker_table.get(worker);
         stats.map_or(WorkerState::Lost, |stats| stats.state(now, self.report_age_max))
     }
 
-    /// Returns the forecast of the KV on the worker that sessions will use again.
     #[must_use]
     pub fn reuse_demand(&self, worker: WorkerRef) -> &ReuseDemand {
         let ranks = self.reuse_demands.get(worker.agent);
@@ -132,14 +116,13 @@ impl Snapshot {
         demand.unwrap_or(&ReuseDemand::NOTHING)
     }
 
-    /// Whether all agents serve the same models and adapters.
     #[must_use]
     pub fn serves_same_models(&self) -> bool {
         self.serves_same_models
     }
 
-    /// Returns the model that a worker must serve to take a turn that names `model`. `None` if any
-    /// worker will do: the turn names no model, or all agents serve the same ones, and this too.
+    /// The model that a worker must serve to take a turn that names `model`. `None` if any worker
+    /// will do: the turn names no model, or all agents serve the same ones, and this too.
     #[must_use]
     pub fn required_model<'a>(&self, model: Option<&'a str>) -> Option<&'a str> {
         let is_served = |model: &str| {
@@ -149,35 +132,31 @@ impl Snapshot {
         model.filter(|model| !self.serves_same_models || !is_served(model))
     }
 
-    /// Iterates over what is known of the engines that serve models; one stands for all if all
-    /// agents serve the same ones.
+    /// One stands for all if all agents serve the same models.
     pub fn engines(&self) -> impl Iterator<Item = &EngineFacts> + Clone {
         let engines_max = if self.serves_same_models { 1 } else { usize::MAX };
         let facts = self.agents.iter().filter_map(|agent| agent.facts.as_ref());
         facts.map(|facts| &facts.description.engine).take(engines_max)
     }
 
-    /// Returns the least predicted gain for which a session moves to another worker.
     #[must_use]
     pub fn rebind_gain_min(&self) -> Duration {
         self.rebind_gain_min
     }
 
-    /// Returns the longest silence of an agent before its workers are stale.
     #[must_use]
     pub fn report_age_max(&self) -> Duration {
         self.report_age_max
     }
 
-    /// Returns the worker's name for people, as `agent/rank`.
+    /// For people, as `agent/rank`.
     #[must_use]
     pub fn name(&self, worker: WorkerRef) -> String {
         format!("{}/{}", self.agent(worker).name(), worker.dp_rank)
     }
 
-    /// Whether every source has sent a list or failed, and the state of every agent is known. An
-    /// agent's state is known when it has sent its session table and a load report, or when the
-    /// connection to it has failed.
+    /// Whether every source has sent a list or failed, and every agent has sent its session table
+    /// and a load report, or failed to connect.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         let is_settled = |agent: &Agent| match agent.link {
@@ -188,11 +167,6 @@ impl Snapshot {
         !self.has_silent_sources && self.known_agents().all(|(_, agent)| is_settled(agent))
     }
 
-    /// Checks whether the router is ready: every agent's state is known, and at least one worker
-    /// can take turns.
-    ///
-    /// # Errors
-    /// Returns the reason for the operator.
     pub fn check_ready(&self, now: Instant) -> Result<(), String> {
         if !self.is_settled() {
             return Err("waiting for the first load report of every agent".to_owned());
@@ -204,7 +178,6 @@ impl Snapshot {
         }
     }
 
-    /// Whether at least one worker, or one pair of a prefill and a decode worker, can take turns.
     #[must_use]
     pub fn has_usable_worker(&self, now: Instant) -> bool {
         let is_usable =
@@ -223,21 +196,19 @@ impl Snapshot {
             || with_role(EngineRole::Prefill).any(forms_pair)
     }
 
-    /// Returns for how long the agent that has failed last can't take turns. `None` if all can. If
-    /// no worker takes a turn, the outage has lasted so long.
+    /// For how long the agent that has failed last can't take turns. `None` if all can. If no
+    /// worker takes a turn, the outage has lasted so long.
     #[must_use]
     pub fn newest_outage(&self, now: Instant) -> Option<Duration> {
         let since = self.known_agents().filter_map(|(_, agent)| agent.unusable_since).max()?;
         Some(now.saturating_duration_since(since))
     }
 
-    /// Whether any worker runs only a part of each turn.
     #[must_use]
     pub fn has_pairs(&self) -> bool {
         self.worker_table.has_pairs()
     }
 
-    /// Returns the bytes of KV that one engine hands to another in a second.
     #[must_use]
     pub fn transfer_bytes_per_s(&self) -> u64 {
         self.transfer_bytes_per_s

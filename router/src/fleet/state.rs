@@ -1,11 +1,6 @@
 //! Applies the agents' messages to the fleet's state and makes snapshots for readers. Pure.
 //!
-//! An *agent* runs beside each engine. A *worker* is one data-parallel rank of an engine. A *turn*
-//! is one request and its answer. A *load watcher* follows the messages of one agent and sends an
-//! [`Update`] for each. The *view task* in `view` owns the only [`State`], applies the updates, and
-//! publishes the snapshots. The fields of a snapshot are in `snapshot`, `agent`, `sessions` and
-//! `worker_table`. `members` lets agents join and leave, `identity` rejects impostors. This module
-//! has no connections and chooses no workers.
+//! The *view task* of `view` owns the only [`State`].
 
 mod identity;
 mod members;
@@ -36,23 +31,17 @@ use super::{
 };
 use crate::config::{Config, control_authority};
 
-/// A change at one agent, as its load watcher or a turn reports it.
 #[derive(Debug)]
 pub enum Update {
-    /// A load stream began. The description and the sessions replace what was known of the agent.
+    /// Replaces what was known of the agent.
     StreamBegan {
-        /// The agent's description of itself.
         description: Description,
-        /// All sessions of the agent.
         sessions: Vec<Session>,
     },
-    /// The engine restarted while the agent kept running, and the agent described it again.
+    /// The engine restarted while the agent kept running.
     EngineRestarted(Description),
-    /// A load report arrived.
     Report(LoadReport),
-    /// A session was opened or has changed.
     SessionChanged(Session),
-    /// The agent forgot a session.
     SessionRemoved(SessionKey),
     /// The connection to the agent broke or could not be made. The text is the reason.
     AgentLost(String),
@@ -64,59 +53,48 @@ pub enum Update {
     Unreferenced,
 }
 
-/// What a source says: the agents that it lists, or that it can't say.
 #[derive(Debug)]
 pub struct SourceNews {
-    /// The source.
     pub source: Source,
-    /// The agents that it lists. `None` if the source failed: its last list stays in effect.
+    /// `None` if the source failed: its last list stays in effect.
     pub list: Option<SourceList>,
-    /// The ids that announcements name. Empty for other sources.
+    /// Empty for other sources than announcements.
     pub agent_ids: AgentIds,
 }
 
-/// Number of load reports for which a data port counts as unreachable after a turn couldn't connect
-/// to it. They take about five seconds. After that, new sessions may try the port again.
+/// Load reports for which a data port counts as unreachable after a turn couldn't connect to it.
+/// They take about five seconds. After that, new sessions may try the port again.
 const UNREACHABLE_REPORTS_MAX: u32 = 10;
 
-/// The most conversations without a name that are remembered. Each takes about 400 bytes.
+/// Each takes about 400 bytes.
 const CONVERSATIONS_MAX: usize = 16_384;
 
-/// Interval at which leaving agents are looked at.
 const LEAVING_CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// Longest time that an agent may take to leave. After it, turns that still run there go on, and
-/// the sessions are forgotten.
+/// After it, turns that still run on the leaving agent go on, and its sessions are forgotten.
 const LEAVING_TIME_MAX: Duration = Duration::from_secs(600);
 
-/// Number of workers whose in-flight counts are allocated at once, side by side. A placement reads
-/// the counts of all workers; allocated one by one, each lies on a page of memory of its own, among
-/// the sessions of its agent.
+/// Number of workers whose in-flight counts are allocated side by side. A placement reads the
+/// counts of all workers; allocated one by one, each lies on a page of memory of its own, among the
+/// sessions of its agent.
 const COUNTS_ALLOCATED: usize = 256;
 
-/// The fleet's current state.
 #[derive(Debug)]
 pub struct State {
     /// The part that readers get a copy of.
     view: Snapshot,
-    /// The source of the view's `reuse_demands`: the KV that sessions will presumably use again.
     forecast: ReuseForecast,
-    /// The conversations without a name, which the turns' tasks record. Their KV is part of the
-    /// view's `reuse_demands`.
+    /// Without a name. The turns' tasks record them.
     conversations: Arc<Mutex<Conversations>>,
-    /// How fast the workers compute prompts, as of the newest forecast.
     prefill_rates: PrefillRates,
-    /// The agents of the fleet and their slots. The view's agents agree with it.
+    /// The view's agents agree with it.
     membership: Membership,
-    /// The sources that have neither sent a list nor failed yet.
     silent_sources: BTreeSet<Source>,
-    /// Longest time that an agent may take to leave.
     leaving_max: Duration,
-    /// In-flight counts, allocated ahead, for the workers that are heard next.
+    /// Allocated ahead, for the workers that are heard next.
     spare_counts: Vec<Arc<InFlight>>,
 }
 
 impl State {
-    /// Creates a state in which no agent has been heard.
     #[must_use]
     pub fn new(config: &Config) -> Self {
         let view = Snapshot {
@@ -145,26 +123,23 @@ impl State {
         state
     }
 
-    /// Returns a snapshot for readers.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         self.view.clone()
     }
 
-    /// Returns the table of conversations without a name.
     #[must_use]
     pub fn conversations(&self) -> Arc<Mutex<Conversations>> {
         Arc::clone(&self.conversations)
     }
 
-    /// Returns an agent's current state.
     #[must_use]
     pub fn agent_at(&self, agent_index: usize) -> &Agent {
         &self.view.agents[agent_index]
     }
 
-    /// Returns when the next worker becomes stale, or when the leaving agents must be looked at, if
-    /// no further message arrives. `None` if neither will be.
+    /// When the next worker becomes stale, or the leaving agents must be looked at, if no further
+    /// message arrives.
     #[must_use]
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let age_max = self.view.report_age_max;
@@ -181,8 +156,7 @@ impl State {
         agents.flat_map(|agent| stale_at(agent).into_iter().chain(check_at(agent))).min()
     }
 
-    /// Applies an update of the agent with this index. `now` is when the update arrived. Returns a
-    /// warning for the log if the agent, or some of its sessions, had to be left out.
+    /// Returns a warning for the log if the agent, or some of its sessions, had to be left out.
     pub fn apply(&mut self, agent_index: usize, update: Update, now: Instant) -> Option<String> {
         let is_followed = self.membership.phase(agent_index).is_followed();
         let warning = match update {
@@ -276,7 +250,6 @@ impl State {
         self.check_invariants();
     }
 
-    /// Rewrites the agent's rows in the worker table.
     fn update_rows(&mut self, agent_index: usize) {
         let view = &mut self.view;
         let demands = view.reuse_demands.get(agent_index).map_or(&[][..], Vec::as_slice);
@@ -284,7 +257,6 @@ impl State {
         view.worker_table.update(agent_index, agent, demands, &self.prefill_rates);
     }
 
-    /// Applies the begin of a load stream.
     fn begin(
         &mut self,
         agent_index: usize,
@@ -314,10 +286,8 @@ impl State {
         })
     }
 
-    /// Applies an agent's description of itself.
-    ///
-    /// Rejects an agent that isn't the one that it should be: its link becomes `Lost` with
-    /// `is_rejected`. Returns a warning at the first rejection.
+    /// Returns a warning when the agent is rejected for the first time: it isn't the one that it
+    /// should be.
     fn describe(
         &mut self,
         agent_index: usize,
@@ -332,7 +302,6 @@ impl State {
         warning
     }
 
-    /// Takes over the description of an agent that is the one that it should be.
     fn accept(&mut self, agent_index: usize, description: Description) {
         let known_ranks = self.view.agents[agent_index].in_flight.len();
         let new_ranks = description.ranks.len().saturating_sub(known_ranks);
@@ -357,7 +326,6 @@ impl State {
         self.compare_models();
     }
 
-    /// Finds out whether all agents serve the same models and adapters.
     fn compare_models(&mut self) {
         let mut all_facts = self.view.agents.iter().filter_map(|agent| agent.facts.as_ref());
         let served = |facts: &Facts| {
@@ -368,12 +336,11 @@ impl State {
         self.view.serves_same_models = all_facts.all(|facts| Some(served(facts)) == first_served);
     }
 
-    /// Returns an agent's state for changes. Copies it first if a snapshot shares it.
+    /// Copies the agent first if a snapshot shares it.
     fn agent_mut(&mut self, agent_index: usize) -> &mut Agent {
         Arc::make_mut(&mut self.view.agents[agent_index])
     }
 
-    /// Panics if parts of the view contradict each other.
     pub fn check_invariants(&self) {
         let demand = |worker| *self.view.reuse_demand(worker);
         let rates = &self.prefill_rates;
@@ -407,8 +374,7 @@ impl State {
     }
 }
 
-/// Returns the address of the data port: the one that the agent advertises, or else the port that
-/// it names on the host of its control port.
+/// The address that the agent advertises, or else its port on the host of its control port.
 fn data_authority(control: &str, description: &Description) -> Arc<str> {
     if let Some(advertised) = &description.data_address {
         return advertised.as_str().into();

@@ -1,9 +1,7 @@
 //! The view task: applies the agents' messages and publishes snapshots of the fleet for requests.
 //!
-//! An *agent* runs beside each engine. Its *load watcher*, one task per agent, sends an update for
-//! each of the agent's messages. The view task is the only writer of the fleet's state. It applies
-//! all updates that wait in its mailbox, then publishes one snapshot. Tasks of requests load the
-//! newest snapshot from [`View`]. What an update changes is decided in `state`.
+//! The task is the only writer of the fleet's state. It applies all updates that wait in its
+//! mailbox, then publishes one snapshot.
 
 use std::{sync::Arc, time::Instant};
 
@@ -21,21 +19,17 @@ use super::{
     state::{SourceNews, State, Update},
 };
 
-/// Capacity of the view task's mailbox, in updates. A full mailbox slows the load watchers down. No
-/// update is lost silently: if a watcher falls behind, its agent ends the stream, and the next
-/// stream begins with the agent's whole state.
+/// A full mailbox slows the load watchers down. No update is lost silently: if a watcher falls
+/// behind, its agent ends the stream, and the next stream begins with the agent's whole state.
 pub(crate) const MAILBOX_UPDATES_MAX: usize = 1024;
 
-/// The mailbox of the view task: an agent's slot, an update, and when the update arrived.
+/// An agent's slot, an update, and when the update arrived.
 pub(crate) type UpdateSender = mpsc::Sender<(usize, Update, Instant)>;
 
-/// The newest snapshot of the fleet, and a signal for its changes.
 #[derive(Debug)]
 pub(crate) struct View {
     newest: ArcSwap<Snapshot>,
-    /// The conversations without a name, which the turns' tasks record.
     pub(crate) conversations: Arc<Mutex<Conversations>>,
-    /// Notifies waiting tasks after each new snapshot.
     changed: watch::Sender<()>,
 }
 
@@ -45,13 +39,11 @@ impl View {
         Self { newest, conversations, changed: watch::Sender::new(()) }
     }
 
-    /// Returns the newest snapshot.
     pub(crate) fn load(&self) -> Arc<Snapshot> {
         self.newest.load_full()
     }
 
-    /// Waits until a snapshot satisfies the predicate, or until the time `deadline`. Returns the
-    /// newest snapshot.
+    /// Waits for the predicate at most until `deadline`. Returns the newest snapshot.
     pub(crate) async fn wait_for(
         &self,
         deadline: Instant,
@@ -79,12 +71,8 @@ impl View {
     }
 }
 
-/// Runs the view task until `tasks` is cancelled.
-///
-/// The `mailbox` yields the slot of an agent, an update, and when the update arrived; `news` yields
-/// what the sources of agents say. The task
-/// sends to `readiness_sender` whether the router can serve turns, or why it can't. The task feeds
-/// the `watchdog`: without it no turn is placed.
+/// Sends to `readiness_sender` whether the router can serve turns, or why it can't. Feeds the
+/// `watchdog`: without this task no turn is placed.
 pub(crate) async fn run(
     mut state: State,
     mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
@@ -143,7 +131,6 @@ pub(crate) async fn run(
     drop(readiness_sender.send_replace(Err("stopping".to_owned())));
 }
 
-/// Logs that an agent's stream began, unless the agent was rejected because of a duplicate id.
 fn log_stream_begin(agent: &Agent) {
     if let (true, Some(facts)) = (agent.is_up(), &agent.facts) {
         let Description { agent_id, epoch, ranks, .. } = &*facts.description;
@@ -151,8 +138,7 @@ fn log_stream_begin(agent: &Agent) {
     }
 }
 
-/// Logs an engine's restart, and the loss of an agent or its data port. `state` is the state before
-/// the update, so that only the first of several losses is logged.
+/// `state` is the state before the update, so that only the first of several losses is logged.
 fn log_loss_or_restart(state: &State, agent_index: usize, update: &Update) {
     match update {
         Update::EngineRestarted(description) => {
@@ -179,7 +165,6 @@ fn log_loss_or_restart(state: &State, agent_index: usize, update: &Update) {
     }
 }
 
-/// Sleeps until the deadline; forever if there is none.
 async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline.into()).await,

@@ -1,9 +1,4 @@
 //! Defines a worker's identity and the states that decide what turns a worker may take. Pure.
-//!
-//! A *worker* is one data-parallel rank of an engine. An *agent* runs beside each engine and
-//! reports its state. A *turn* is one request and its answer. `agent` derives the state of an
-//! agent's workers from its reports, and `candidates` of the placement decides which turns each
-//! state allows.
 
 use std::time::{Duration, Instant};
 
@@ -11,26 +6,21 @@ use serde::Serialize;
 
 use crate::config::AGENTS_MAX;
 
-/// Number of ranks per agent that have a number in the overlap index, which knows the KV on each
-/// worker. A node has eight GPUs.
+/// Ranks per agent that have a number in the overlap index. A node has eight GPUs.
 const RANKS_INDEXED_MAX: usize = 16;
-/// Upper bound of the workers' numbers in the overlap index. The numbers are below it.
+/// The workers' numbers in the overlap index are below it.
 pub const WORKER_NUMBERS_MAX: usize = AGENTS_MAX * RANKS_INDEXED_MAX;
 
-/// Identifies a worker by its agent's slot and its rank. The identity is the same in every
-/// snapshot, even if the agent changes its name. Another agent gets the slot only after the last
-/// reference to this one is gone; see [`super::membership`].
+/// Is the same in every snapshot, even if the agent changes its name. Another agent gets the slot
+/// only after the last reference to this one is gone; see [`super::membership`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct WorkerRef {
-    /// The agent's slot: its index in the agents of a snapshot.
     pub agent: usize,
-    /// The engine's data-parallel rank.
     pub dp_rank: u32,
 }
 
 impl WorkerRef {
-    /// Returns the worker's number in the overlap index, or `None` for a rank beyond
-    /// `RANKS_INDEXED_MAX`.
+    /// The worker's number in the overlap index; `None` for a rank beyond `RANKS_INDEXED_MAX`.
     #[must_use]
     pub fn number(self) -> Option<usize> {
         let rank = self.dp_rank as usize;
@@ -38,7 +28,6 @@ impl WorkerRef {
     }
 }
 
-/// What turns a worker may take now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerState {
@@ -49,19 +38,16 @@ pub enum WorkerState {
     Stale,
     /// The agent is not connected, or was never heard.
     Lost,
-    /// The engine can't take turns.
     Unhealthy,
     /// The engine runs no turns by its operator's wish, such as a pause. Turns wait in the agent.
     Held,
-    /// The worker takes no new sessions and finishes running turns.
     Draining,
-    /// The engine runs only a part of each turn, prefill or decode, and its agent is too old to say
-    /// how it hands over KV, so it can form no pair.
+    /// The engine runs only a part of each turn, and its agent is too old to say how it hands over
+    /// KV, so the worker can form no pair.
     Disaggregated,
 }
 
 impl WorkerState {
-    /// All states, for metrics.
     pub const ALL: [Self; 7] = [
         Self::Fresh,
         Self::Stale,
@@ -72,7 +58,7 @@ impl WorkerState {
         Self::Disaggregated,
     ];
 
-    /// Returns the state's name in JSON and metrics.
+    /// In JSON and metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -86,16 +72,13 @@ impl WorkerState {
         }
     }
 
-    /// Whether the worker can take turns. A stale or held worker takes new sessions only if no
-    /// worker is fresh.
+    /// A stale or held worker takes new sessions only if no worker is fresh.
     #[must_use]
     pub fn is_usable(self) -> bool {
         matches!(self, Self::Fresh | Self::Stale | Self::Held)
     }
 
-    /// Returns `Stale` if the agent has been silent for longer than `report_age_max`, else the
-    /// state itself. `Lost` and `Disaggregated` never become `Stale`. `heard_at` is when the agent
-    /// was last heard.
+    /// `Lost` and `Disaggregated` never become `Stale`.
     pub(super) fn stale_if_silent(
         self,
         heard_at: Option<Instant>,

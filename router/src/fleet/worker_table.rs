@@ -1,15 +1,10 @@
 //! The worker table: the figures of all workers that a placement compares, in one array. Pure.
 //!
-//! A *worker* is one data-parallel rank of an engine, and an *agent* runs beside each engine. A
-//! *turn* is one request and its answer. For one turn, a placement may compare a thousand workers.
-//! Following pointers from each worker to its agent, report and counts would take longer than the
-//! arithmetic. So the table has copies of what a placement needs, in one row per worker.
+//! For one turn, a placement may compare a thousand workers. Following pointers from each worker to
+//! its agent, report and counts would take longer than the arithmetic.
 //!
-//! `state` updates the table; `candidates` and `cost` of the placement read it. The table computes
-//! no costs.
-//!
-//! An agent's rows are rewritten whenever a message from the agent arrives. All rows are rewritten
-//! whenever the reuse forecast (the KV that sessions are expected to use again) is summed.
+//! An agent's rows are rewritten whenever a message from the agent arrives, all rows whenever the
+//! reuse forecast is summed.
 
 use std::{
     iter,
@@ -30,16 +25,15 @@ use super::{
     worker::{WorkerRef, WorkerState},
 };
 
-/// A table with one row for each worker ever heard, ordered by agent, then by rank.
+/// Has one row for each worker ever heard, ordered by agent, then by rank.
 #[derive(Debug, Clone)]
 pub struct WorkerTable {
     rows: Vec<Row>,
-    /// In-flight counts of the workers in `rows`. A separate array, because a snapshot copies the
-    /// rows but shares the counts.
+    /// In the order of `rows`. A separate array, because a snapshot copies the rows but shares the
+    /// counts.
     in_flight: Arc<Vec<Arc<InFlight>>>,
     /// Index of each agent's first row. The last element is the number of all rows.
     row_starts: Vec<usize>,
-    /// Number of rows of workers that can form pairs.
     pair_rows: usize,
 }
 
@@ -52,24 +46,18 @@ pub struct WorkerTable {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Row {
     worker: WorkerRef,
-    /// The worker's state without regard to how long its agent has been silent.
+    /// Without regard to how long the agent has been silent.
     state: WorkerState,
-    /// Which part of a turn the worker's engine runs.
     role: EngineRole,
-    /// Bit set of the retentions that the worker offers.
     retention_bits: u8,
-    /// With which workers this one can form a pair; `None` if with none.
+    /// `None` if the worker can form no pair.
     pair_class: Option<PairClass>,
-    /// When the last message of any kind arrived from the agent.
     heard_at: Option<Instant>,
-    /// When the last load report arrived.
     reported_at: Option<Instant>,
-    /// The prefill rate that the worker is expected to have.
     prefill_tokens_per_s: Option<NonZeroU64>,
     /// Prompt tokens that are admitted and not yet computed, as reported.
     backlog_tokens: Option<Figure>,
     staged_prefill: Option<StagedPrefillOfOthers>,
-    /// See [`WorkerStats::waiting_without_tokens`].
     waiting_without_tokens: u64,
     turns: u32,
     turns_max: u32,
@@ -81,13 +69,13 @@ struct Row {
     used_tokens: TokensIfKnown,
     available_tokens: TokensIfKnown,
     wanted_tokens: u64,
-    /// Bytes of KV per token on an engine in prefill or decode mode, if its agent reports them.
+    /// `None` unless the engine is in prefill or decode mode and its agent reports them.
     kv_bytes_per_token: Option<NonZeroU32>,
-    /// The engine's request rows: those that pinned sessions hold, and all.
+    /// Those that pinned sessions hold, and all.
     request_rows: Option<(u64, NonZeroU64)>,
 }
 
-/// A number of tokens, if it is known, in eight bytes: one more than the number.
+/// In eight bytes: one more than the number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct TokensIfKnown(Option<NonZeroU64>);
 
@@ -103,12 +91,9 @@ impl From<Option<u64>> for TokensIfKnown {
     }
 }
 
-/// The part of a worker's queue of staged prefills that other routers put there.
-///
-/// Staged prefill computes a long prompt in stages before its turn is sent. The part is the
-/// reported queue minus this router's share when the report arrived. Adding this router's current
-/// share gives the current queue. The part is negative if the report doesn't show all of this
-/// router's share yet.
+/// The part of a worker's queue of staged prefills that other routers put there: the reported queue
+/// minus this router's share when the report arrived. Negative if the report doesn't show all of
+/// this router's share yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct StagedPrefillOfOthers {
     tokens: i64,
@@ -116,8 +101,6 @@ struct StagedPrefillOfOthers {
     stage_tokens: NonZeroU32,
 }
 
-/// The figures of one worker: its row, together with the current counts of what this router has in
-/// flight there.
 #[derive(Debug, Clone, Copy)]
 pub struct WorkerStats<'a> {
     row: &'a Row,
@@ -125,7 +108,6 @@ pub struct WorkerStats<'a> {
 }
 
 impl WorkerTable {
-    /// Creates an empty table for `agent_count` agents.
     pub(super) fn new(agent_count: usize) -> Self {
         Self {
             rows: vec![],
@@ -135,13 +117,11 @@ impl WorkerTable {
         }
     }
 
-    /// Adds an agent without rows, at the next index.
     pub(super) fn add_agent(&mut self) {
         self.row_starts.push(self.rows.len());
     }
 
-    /// Rewrites an agent's rows. `demands` has the reuse forecasts of its ranks, in order. A rank
-    /// without a forecast has no demand.
+    /// `demands` is by rank. A rank without a forecast has no demand.
     pub(super) fn update(
         &mut self,
         agent_index: usize,
@@ -169,32 +149,26 @@ impl WorkerTable {
             self.rows[self.rows_of_agent(agent_index)].iter().filter(is_in_pair).count();
     }
 
-    /// Whether any worker can form a pair with another.
     #[must_use]
     pub fn has_pairs(&self) -> bool {
         self.pair_rows > 0
     }
 
-    /// Iterates over all workers.
     pub fn workers(&self) -> impl ExactSizeIterator<Item = WorkerStats<'_>> {
         let all = self.rows.iter().zip(self.in_flight.iter());
         all.map(|(row, in_flight)| WorkerStats { row, in_flight })
     }
 
-    /// Returns one worker, or `None` if it was never heard.
     #[must_use]
     pub fn get(&self, worker: WorkerRef) -> Option<WorkerStats<'_>> {
         let index = self.rows_of_agent(worker.agent).nth(worker.dp_rank as usize)?;
         Some(WorkerStats { row: &self.rows[index], in_flight: &self.in_flight[index] })
     }
 
-    /// Returns the indices of an agent's rows.
     fn rows_of_agent(&self, agent: usize) -> Range<usize> {
         self.row_starts[agent]..self.row_starts[agent + 1]
     }
 
-    /// Panics if the table differs from the agents' state. `demand` returns a worker's reuse
-    /// forecast.
     pub(super) fn check_invariants(
         &self,
         agents: &[Arc<Agent>],
@@ -290,53 +264,44 @@ impl StagedPrefillOfOthers {
 }
 
 impl<'a> WorkerStats<'a> {
-    /// Returns which worker this is.
     #[must_use]
     pub fn worker(self) -> WorkerRef {
         self.row.worker
     }
 
-    /// Returns what turns the worker may take at `now`. The worker is stale if its agent has been
-    /// silent for longer than `report_age_max`.
     #[must_use]
     pub fn state(self, now: Instant, report_age_max: Duration) -> WorkerState {
         self.row.state.stale_if_silent(self.row.heard_at, now, report_age_max)
     }
 
-    /// Returns which part of a turn the worker's engine runs.
     #[must_use]
     pub fn role(self) -> EngineRole {
         self.row.role
     }
 
-    /// Returns with which workers this one can form a pair; `None` if with none.
     #[must_use]
     pub fn pair_class(self) -> Option<PairClass> {
         self.row.pair_class
     }
 
-    /// Returns the bytes of KV per token, if the agent of a prefill or decode engine reports them.
     #[must_use]
     pub fn kv_bytes_per_token(self) -> Option<u64> {
         self.row.kv_bytes_per_token.map(|bytes| bytes.get().into())
     }
 
-    /// Whether the worker offers this retention, that is, this way to keep a session's KV.
     #[must_use]
     pub fn offers(self, retention: Retention) -> bool {
         self.row.retention_bits & retention_bit(retention) != 0
     }
 
-    /// Returns the prefill rate that the worker is expected to have, in tokens per second. It is
-    /// measured, on this worker or on others like it. `None` if no worker was measured.
+    /// Measured, on this worker or on others like it. `None` if no worker was measured.
     #[must_use]
     pub fn prefill_tokens_per_s(self) -> Option<u64> {
         self.row.prefill_tokens_per_s.map(NonZeroU64::get)
     }
 
-    /// Returns the number of turns on the worker. It is the reported number, corrected by the turns
-    /// that this router has begun and ended since the report. It is never less than the number of
-    /// turns that this router has in flight there.
+    /// The reported number, corrected by the turns that this router has begun and ended since.
+    /// Never less than the turns that this router has in flight there.
     #[must_use]
     pub fn turns(self) -> u32 {
         let in_flight = self.in_flight.turns();
@@ -344,15 +309,14 @@ impl<'a> WorkerStats<'a> {
         turns.saturating_add(in_flight).saturating_sub(*turns_at_report).max(in_flight)
     }
 
-    /// Whether the engine was sampled for this figure of the load report before `at`.
     #[must_use]
     pub fn was_sampled_before(self, figure: Figure, at: Instant) -> bool {
         let age = Duration::from_millis(figure.age_ms.into());
         self.row.reported_at.is_some_and(|reported_at| at + age > reported_at)
     }
 
-    /// Returns the part of `tokens`, which turns held at the report, that is still held by turns
-    /// that have not ended since. If no turn was reported, somebody else holds the tokens.
+    /// The part of `tokens`, which turns held at the report, that is still held by turns that have
+    /// not ended since. If no turn was reported, somebody else holds the tokens.
     #[must_use]
     pub fn part_of_turns_not_ended(self, tokens: u64) -> u64 {
         let reported = u64::from(self.row.turns);
@@ -360,17 +324,15 @@ impl<'a> WorkerStats<'a> {
         tokens.saturating_mul(left).checked_div(reported).unwrap_or(tokens)
     }
 
-    /// Returns the most turns the worker runs at once; 0 if not reported.
+    /// 0 if not reported.
     #[must_use]
     pub fn turns_max(self) -> u32 {
         self.row.turns_max
     }
 
-    /// Returns the prompt tokens that are computed before a turn sent now.
-    ///
-    /// The number is the reported backlog, minus what the engine has computed since the report at
-    /// `tokens_per_s`, plus what this router has sent since the report. If the agent reports no
-    /// backlog, the number is the prompt tokens of this router's turns whose answer has not begun.
+    /// Prompt tokens that are computed before a turn sent now: the reported backlog, minus what the
+    /// engine has computed since, plus what this router has sent since. If the agent reports no
+    /// backlog: those of this router's turns whose answer has not begun.
     #[must_use]
     pub fn backlog_tokens(self, tokens_per_s: u64, now: Instant) -> u64 {
         let unanswered_tokens = self.in_flight.unanswered_tokens();
@@ -387,15 +349,14 @@ impl<'a> WorkerStats<'a> {
             .saturating_add(unanswered_tokens.saturating_sub(self.row.unanswered_tokens_at_report))
     }
 
-    /// Returns the tokens of one prefill stage, or `None` if the worker doesn't stage prefills.
+    /// `None` if the worker doesn't stage prefills.
     #[must_use]
     pub fn stage_tokens(self) -> Option<u64> {
         self.row.staged_prefill.map(|staged_prefill| staged_prefill.stage_tokens.get().into())
     }
 
-    /// Returns the worker's queue of staged prefills. It is the reported queue, corrected by the
-    /// prompts that this router has added and removed since the report. `None` if the worker
-    /// doesn't stage prefills.
+    /// The reported queue, corrected by the prompts that this router has added and removed since.
+    /// `None` if the worker doesn't stage prefills.
     #[must_use]
     pub fn staged_prefill(self) -> Option<StagedPrefill> {
         let StagedPrefillOfOthers { tokens, prompts, stage_tokens } = self.row.staged_prefill?;
@@ -407,67 +368,61 @@ impl<'a> WorkerStats<'a> {
         })
     }
 
-    /// Returns the number of requests that wait in the engine or the agent, if the agent doesn't
-    /// report the tokens of their prompts. Returns 0 if the agent reports the backlog.
+    /// Requests that wait in the engine or the agent, if the agent doesn't report the tokens of
+    /// their prompts; else 0.
     #[must_use]
     pub fn waiting_without_tokens(self) -> u64 {
         self.row.waiting_without_tokens
     }
 
-    /// Returns the size of the KV pool in tokens.
     #[must_use]
     pub fn pool_tokens(self) -> Option<u64> {
         self.row.pool_tokens.map(NonZeroU64::get)
     }
 
-    /// Returns the KV in the pool that eviction can't take, in tokens.
+    /// KV that eviction can't take.
     #[must_use]
     pub fn used_tokens(self) -> Option<u64> {
         self.row.used_tokens.get()
     }
 
-    /// Returns the KV in the pool that is free, in tokens; `None` if it isn't reported.
+    /// `None` if the agent doesn't report it.
     #[must_use]
     pub fn available_tokens(self) -> Option<u64> {
         self.row.available_tokens.get()
     }
 
-    /// Returns the KV that sessions are expected to use again, in tokens.
     #[must_use]
     pub fn wanted_tokens(self) -> u64 {
         self.row.wanted_tokens
     }
 
-    /// Returns the number of the engine's request rows that pinned sessions hold, and the number of
-    /// all its request rows. A pinned session's KV is private and can't be evicted.
+    /// Those that pinned sessions hold, and all. A pinned session's KV is private and can't be
+    /// evicted.
     #[must_use]
     pub fn request_rows(self) -> Option<(u64, u64)> {
         self.row.request_rows.map(|(held, total)| (held, total.get()))
     }
 
-    /// Returns the number of open sessions, including those this router opened since the last
-    /// report.
+    /// Includes those that this router opened since the last report.
     #[must_use]
     pub fn sessions(self) -> u32 {
         self.row.sessions.saturating_add(self.open_requests_since_report())
     }
 
-    /// Returns the KV, in tokens, that this router's turns in flight will add. No session table
-    /// shows it before the turns end.
+    /// KV that this router's turns in flight will add. No session table shows it before the turns
+    /// end.
     #[must_use]
     pub fn incoming_tokens(self) -> u64 {
         self.in_flight.incoming_tokens()
     }
 
-    /// Returns the number of sessions that this router asked the worker to open since the last
-    /// report.
     #[must_use]
     pub fn open_requests_since_report(self) -> u32 {
         self.in_flight.open_requests().wrapping_sub(self.row.open_requests_at_report)
     }
 }
 
-/// Returns the bit of a retention in [`Row::retention_bits`].
 fn retention_bit(retention: Retention) -> u8 {
     1 << retention as u8
 }

@@ -1,20 +1,13 @@
 //! The affinity table: remembers to which worker this router has bound each session. Pure.
 //!
-//! A *session* is a sequence of turns that share a growing prefix. A *turn* is one request and its
-//! answer. A *worker* is one data-parallel rank of an engine. The *session tables* of the agents,
-//! one beside each engine, are authoritative for sessions. This table adds what they don't show:
+//! The *session tables* of the agents are authoritative. This table adds what they don't show:
+//! sessions whose first turn still runs, sessions that are only placed, without state in the
+//! engine, and what this router opened or closed within the last seconds.
 //!
-//! - sessions whose first turn is still running;
-//! - sessions that are only placed, without state in the engine;
-//! - what this router opened or closed within the last seconds.
-//!
-//! The tasks of turns and the session API change the table. `session_status` combines a binding
-//! with the agents' tables. This module doesn't choose workers; the parent module does.
-//!
-//! A *binding* says to which worker a session's turns go. It stays while its turns run, and for an
-//! idle time after the last of them ends. The table's size is bounded, and
-//! a principal gets its share of it by the rule of `shares`. Beyond that, and when the table is
-//! full, the binding that has been idle for longest is dropped: the principal's own, if it has one.
+//! A *binding* stays while its session's turns run, and for an idle time after the last of them.
+//! The table is bounded, and a principal gets its share of it by the rule of `shares`. Beyond that,
+//! and when the table is full, the binding that has been idle for longest is dropped: the
+//! principal's own, if it has one.
 
 mod invariants;
 mod parts;
@@ -36,52 +29,42 @@ use crate::{
 };
 
 /// How long an agent's session table may lag behind this router's own actions. Changes normally
-/// arrive within milliseconds. If the agent is silent for longer, its workers count as stale.
+/// arrive within milliseconds. Longer silence makes the agent's workers stale.
 pub const TABLE_LAG_MAX: Duration = Duration::from_secs(3);
 
 /// A session's worker, as this router decided it, and what the agents' session tables may not show.
 /// Its many fields: one for each fact that no table shows in time.
 #[derive(Debug)]
 pub struct Binding {
-    /// The worker that gets the session's turns.
     pub worker: WorkerRef,
-    /// Number of turns that this router has in flight for the session.
     pub turns: u32,
-    /// Number of those turns whose answer has not begun. Such a turn surely still runs.
+    /// Of `turns`, those whose answer has not begun. Such a turn surely still runs.
     pub unanswered_turns: u32,
-    /// Whether the session takes one turn at a time, as the client asked.
+    /// The session takes one turn at a time, as the client asked.
     pub exclusive: bool,
-    /// When the last turn through this router ended.
+    /// Of the turns through this router.
     pub last_turn_ended: Option<Instant>,
-    /// The agent's answer when this router opened the session. It is valid for [`TABLE_LAG_MAX`].
+    /// Valid for [`TABLE_LAG_MAX`]. `None` if this router didn't open the session.
     pub open_answer: Option<OpenAnswer>,
-    /// How far a close of the session through this router has come.
     pub close_progress: CloseProgress,
-    /// When a turn last moved the session to another worker.
     pub moved_at: Option<Instant>,
-    /// When the session was last opened again after a close.
     pub reopened_at: Option<Instant>,
-    /// Whether the client wants the session only to be placed, without state in the engine. No
-    /// agent ever reports such a session.
+    /// Without state in the engine, as the client wants. No agent ever reports such a session.
     pub placement_only: bool,
-    /// Size of the body of the session's last turn, in bytes.
     pub body_bytes: u64,
-    /// What other routers know of the binding. `None` if it was never claimed.
+    /// `None` if the binding was never claimed.
     pub claimed: Option<Claimed>,
-    /// The binding's key in the table's idle order. `None` while a turn runs.
+    /// `None` while a turn runs.
     idle_order_key: Option<IdleOrderKey>,
 }
 
 /// When a binding became idle, and a unique number that orders bindings of the same time.
 type IdleOrderKey = (Instant, u64);
 
-/// Why the table has no room for a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TableFull {
-    /// A running turn holds each of the table's bindings.
     #[error("all sessions_max sessions have turns in flight; try again")]
     All,
-    /// The principal has its share of the bindings, and a running turn holds each of them.
     #[error(
         "this client has its share of sessions_max, and all of these sessions have turns in \
          flight; try again"
@@ -89,23 +72,20 @@ pub enum TableFull {
     Share,
 }
 
-/// The bindings of one principal.
 #[derive(Debug, Default)]
 struct PrincipalBindings {
-    /// Their keys, at least one.
+    /// At least one.
     keys: BTreeSet<SessionKey>,
     /// Those without a running turn, longest idle first.
     idle_order: BTreeSet<IdleOrderKey>,
 }
 
-/// The affinity table.
 #[derive(Debug)]
 pub struct Affinity {
     bindings: HashMap<SessionKey, Binding>,
-    /// The bindings without a running turn, longest idle first.
+    /// Those without a running turn, longest idle first.
     idle_order: BTreeMap<IdleOrderKey, SessionKey>,
     principals: HashMap<Box<str>, PrincipalBindings>,
-    /// The number in the newest [`IdleOrderKey`].
     last_order_number: u64,
     /// Idle time after which a binding expires.
     idle_max: Duration,
@@ -123,13 +103,11 @@ impl Binding {
         self.exclusive && self.unanswered_turns > 0
     }
 
-    /// Whether a client has asked this router to close the session.
     #[must_use]
     pub fn is_close_asked(&self) -> bool {
         self.close_progress != CloseProgress::NotRequested
     }
 
-    /// Whether other routers know the binding.
     #[must_use]
     pub fn is_claimed(&self, now: Instant) -> bool {
         self.claimed.is_some_and(|claimed| now < claimed.valid_until)
@@ -142,15 +120,15 @@ impl Binding {
         self.turns > 0 || self.last_turn_ended.is_some_and(is_recent)
     }
 
-    /// Whether the session was opened again after a close less than [`TABLE_LAG_MAX`] ago. If so,
-    /// an agent's table may still show the session as it was before the close.
+    /// Within [`TABLE_LAG_MAX`]. If so, an agent's table may still show the session as it was
+    /// before the close.
     #[must_use]
     pub fn was_just_reopened(&self, now: Instant) -> bool {
         self.reopened_at.is_some_and(|at| now.saturating_duration_since(at) <= TABLE_LAG_MAX)
     }
 
-    /// Returns the session if this router opened it less than [`TABLE_LAG_MAX`] ago. `epoch` is the
-    /// agent's current epoch. Returns `None` if another agent process opened the session.
+    /// The session if this router opened it within [`TABLE_LAG_MAX`], at the agent process with
+    /// this `epoch`.
     #[must_use]
     pub fn just_opened(&self, epoch: Option<u64>, now: Instant) -> Option<&Arc<Session>> {
         let answer = self.open_answer.as_ref().filter(|answer| answer.epoch == epoch)?;
@@ -160,7 +138,6 @@ impl Binding {
 }
 
 impl Affinity {
-    /// Creates an empty table.
     #[must_use]
     pub fn new(bindings_max: usize, idle_max: Duration) -> Self {
         Self {
@@ -173,24 +150,19 @@ impl Affinity {
         }
     }
 
-    /// Returns the binding, unless it was idle for too long.
+    /// `None` also if the binding was idle for too long.
     #[must_use]
     pub fn get(&self, key: &SessionKey, now: Instant) -> Option<&Binding> {
         self.bindings.get(key).filter(|binding| !self.is_expired(binding, now))
     }
 
-    /// Whether the binding was idle for too long.
     fn is_expired(&self, binding: &Binding, now: Instant) -> bool {
         binding
             .idle_order_key
             .is_some_and(|(since, _)| now.saturating_duration_since(since) > self.idle_max)
     }
 
-    /// Counts a turn on the session and binds the session to the worker. If the session was closed
-    /// through this router, the turn opens it again.
-    ///
-    /// # Errors
-    /// If the table is full of sessions with running turns.
+    /// If the session was closed through this router, the turn opens it again.
     pub fn begin_turn(
         &mut self,
         key: &SessionKey,
@@ -222,7 +194,6 @@ impl Affinity {
         binding.unanswered_turns -= 1;
     }
 
-    /// Ends a turn that was begun.
     pub fn end_turn(&mut self, key: &SessionKey, now: Instant) {
         let binding = self.bindings.get_mut(key).expect("a running turn holds its binding");
         assert!(binding.turns > 0, "a turn ended twice");
@@ -232,21 +203,19 @@ impl Affinity {
         self.update_idle_order(key, now);
     }
 
-    /// Sets whether the client wants the session only to be placed, without state in the engine.
     pub fn set_placement_only(&mut self, key: &SessionKey, placement_only: bool) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.placement_only = placement_only;
         }
     }
 
-    /// Records the body size of the session's newest turn.
     pub fn record_body_size(&mut self, key: &SessionKey, bytes: u64) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.body_bytes = bytes;
         }
     }
 
-    /// Moves a session with a running turn to another worker.
+    /// The session has a running turn.
     pub fn rebind(&mut self, key: &SessionKey, worker: WorkerRef) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.worker = worker;
@@ -262,7 +231,7 @@ impl Affinity {
         self.renew_claim(key, worker, claimed);
     }
 
-    /// Records that a claim lives on, if the session is still bound to its worker.
+    /// Does nothing if the session is no longer bound to this worker's agent.
     pub fn renew_claim(&mut self, key: &SessionKey, worker: WorkerRef, claimed: Claimed) {
         let binding = self.bindings.get_mut(key);
         if let Some(binding) = binding.filter(|binding| binding.worker.agent == worker.agent) {
@@ -270,10 +239,6 @@ impl Affinity {
         }
     }
 
-    /// Records the agent's answer to an open.
-    ///
-    /// # Errors
-    /// If the table is full of sessions with running turns.
     pub fn record_open(
         &mut self,
         worker: WorkerRef,
@@ -294,11 +259,7 @@ impl Affinity {
         Ok(())
     }
 
-    /// Records that the agent is being asked to close the session. The caller has checked that no
-    /// other close is under way.
-    ///
-    /// # Errors
-    /// If the table is full of sessions with running turns.
+    /// The caller has checked that no other close is under way.
     pub fn record_close_request(
         &mut self,
         key: &SessionKey,
@@ -310,7 +271,6 @@ impl Affinity {
         Ok(())
     }
 
-    /// Records that the agent has closed the session.
     pub fn record_close(&mut self, key: &SessionKey, is_deferred: bool, now: Instant) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.close_progress = CloseProgress::Closed { at: now, is_deferred };
@@ -320,14 +280,14 @@ impl Affinity {
         self.update_idle_order(key, now);
     }
 
-    /// Records that a close failed because the agent could not be asked. The session stays open.
+    /// The agent could not be asked, so the session stays open.
     pub fn record_close_failure(&mut self, key: &SessionKey) {
         if let Some(binding) = self.bindings.get_mut(key) {
             binding.close_progress = CloseProgress::NotRequested;
         }
     }
 
-    /// Removes a binding, unless a running turn holds it.
+    /// Does nothing if a running turn holds the binding.
     pub fn forget(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.get(key) else { return };
         if binding.turns == 0 {
@@ -335,7 +295,7 @@ impl Affinity {
         }
     }
 
-    /// Removes an agent's bindings, but those with running turns. Returns whether none is left.
+    /// Keeps the bindings with running turns. Returns whether none is left.
     pub fn forget_agent(&mut self, agent: usize) -> bool {
         let keys = self.bindings.iter().filter(|(_, bound)| bound.worker.agent == agent);
         let keys: Vec<SessionKey> = keys.map(|(key, _)| key.clone()).collect();
@@ -343,8 +303,7 @@ impl Affinity {
         keys.iter().all(|key| !self.bindings.contains_key(key))
     }
 
-    /// Iterates over the keys of one principal's bindings in their order, from the one after
-    /// `after`. A principal is a client's name.
+    /// In order, from the one after `after`.
     pub fn keys_of_principal(
         &self,
         principal: &str,
@@ -357,19 +316,16 @@ impl Affinity {
         keys.filter(move |key| self.get(key, now).is_some())
     }
 
-    /// Returns the number of bindings.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bindings.len()
     }
 
-    /// Whether there are no bindings.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bindings.is_empty()
     }
 
-    /// Returns the binding of the key. Makes room and inserts a new binding if there is none.
     fn get_or_insert(
         &mut self,
         key: &SessionKey,
@@ -409,7 +365,6 @@ impl Affinity {
         Ok(self.bindings.get_mut(key).expect("the binding was inserted above"))
     }
 
-    /// Drops the bindings that were idle for too long.
     fn drop_expired(&mut self, now: Instant) {
         while let Some((&(since, number), _)) = self.idle_order.first_key_value() {
             if now.saturating_duration_since(since) <= self.idle_max {
@@ -419,7 +374,6 @@ impl Affinity {
         }
     }
 
-    /// Makes room for one more binding of a principal.
     fn make_room(&mut self, principal: &str) -> Result<(), TableFull> {
         let own = self.principals.get(principal);
         let held = own.map_or(0, |own| own.keys.len());
@@ -440,13 +394,11 @@ impl Affinity {
         Ok(())
     }
 
-    /// Drops the binding at a place of the idle order.
     fn drop_idle(&mut self, idle_order_key: IdleOrderKey) {
         let key = self.idle_order.get(&idle_order_key).expect("the place was seen before").clone();
         self.remove(&key);
     }
 
-    /// Removes a binding and its places.
     fn remove(&mut self, key: &SessionKey) {
         let Some(binding) = self.bindings.remove(key) else { return };
         let principal = self.principals.get_mut(key.principal()).expect("it has a binding");
@@ -460,7 +412,7 @@ impl Affinity {
         }
     }
 
-    /// Moves the binding to the end of the idle order. If a turn runs, takes it out of the order.
+    /// Moves the binding to the end of the idle order, or out of it while a turn runs.
     fn update_idle_order(&mut self, key: &SessionKey, now: Instant) {
         let Some(binding) = self.bindings.get_mut(key) else { return };
         let principal = self.principals.get_mut(key.principal()).expect("it has a binding");

@@ -1,11 +1,4 @@
 //! Finds the workers that can take a turn, for the placement, which then compares their costs.
-//!
-//! A *turn* is one request and its answer. A *worker* is one data-parallel rank of an engine, and
-//! an *agent* runs beside each engine. A worker can take a turn if its agent is connected and its
-//! engine is healthy and not draining. The engine must also run the part of the turn that is asked
-//! for, serve the turn's model, and offer the turn's *retention*, that is, the way to keep the
-//! session's KV between turns. The parent module calls this one. `cost` then says which of the
-//! workers to prefer.
 
 use std::time::Instant;
 
@@ -19,10 +12,8 @@ use crate::fleet::{
     worker_table::WorkerStats,
 };
 
-/// Why no worker can take the turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoWorker {
-    /// No worker is usable now.
     #[error("no worker can take turns now; try again")]
     Unusable,
     /// No engine runs whole turns, and none can form a pair.
@@ -37,12 +28,9 @@ pub enum NoWorker {
     /// No engine runs whole turns, and the turn needs one.
     #[error(transparent)]
     Unpaired(Unpaired),
-    /// No worker serves the model.
     #[error("no worker serves model {model:?}; served are: {offered}")]
     Model {
-        /// The model that was asked for.
         model: String,
-        /// The names of all served models.
         offered: String,
     },
     /// No worker that serves the model offers the retention.
@@ -51,38 +39,29 @@ pub enum NoWorker {
         .requested.as_str()
     )]
     Retention {
-        /// The retention that was asked for.
         requested: Retention,
-        /// The retentions that workers serving the model offer.
         offered: String,
-        /// Why one of these workers doesn't offer it.
         reason: String,
     },
     /// No worker that fits otherwise has the weights.
     #[error("no worker has weights {wanted}; workers have: {offered}")]
     Weights {
-        /// The weights that were asked for.
         wanted: String,
-        /// The weights of the workers.
         offered: String,
     },
 }
 
-/// The workers to choose from.
 #[derive(Debug)]
 pub(super) struct Candidates<'a> {
-    /// The workers that can take the turn and are *fresh*: their agents were heard recently. If
-    /// there are none, the *stale* ones; see [`WorkerState::Stale`]. If there are none either, the
-    /// *held* ones.
+    /// The *fresh* ones: their agents were heard recently. If there are none, the *stale* ones. If
+    /// there are none either, the *held* ones.
     pub(super) workers: Vec<WorkerStats<'a>>,
-    /// Whether all of `workers` are stale or held.
     pub(super) are_all_stale: bool,
-    /// Whether the fleet has only one worker.
     pub(super) has_one_worker: bool,
 }
 
 impl Candidates<'_> {
-    /// Returns the reason to record for a placement that only the cost decided.
+    /// For a placement that only the cost decided.
     pub(super) fn reason(&self, request: &PlacementRequest<'_>) -> Reason {
         match request.prompt {
             _ if self.are_all_stale => Reason::StaleView,
@@ -93,10 +72,7 @@ impl Candidates<'_> {
     }
 }
 
-/// Finds the workers with this role that can take the turn.
-///
-/// # Errors
-/// If no known worker fits the turn, whether it is usable now or not.
+/// # Errors If no known worker fits the turn, whether it is usable now or not.
 pub(super) fn find_candidates<'a>(
     request: &PlacementRequest<'_>,
     view: &'a Snapshot,
@@ -147,7 +123,6 @@ pub(super) fn find_candidates<'a>(
     Ok(Candidates { workers, are_all_stale, has_one_worker: worker_count == 1 })
 }
 
-/// Whether the worker's engine has the weights that the turn asks for, if it asks for some.
 pub(super) fn has_wanted_weights(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -158,10 +133,6 @@ pub(super) fn has_wanted_weights(
     report.is_some_and(|(report, _)| wanted.matches(&report.weights))
 }
 
-/// Refuses a turn whose session must stay on a worker with other weights than it asks for.
-///
-/// # Errors
-/// If the worker of the turn's session has other weights.
 fn check_fixed_weights(request: &PlacementRequest<'_>, view: &Snapshot) -> Result<(), NoWorker> {
     match request.sticky {
         Some(sticky) if sticky.fixed && !has_wanted_weights(request, view, sticky.worker) => {
@@ -180,19 +151,16 @@ fn no_weights(request: &PlacementRequest<'_>, view: &Snapshot, workers: &[Worker
     }
 }
 
-/// Whether the worker offers the turn's retention, if the turn asks for one.
 fn offers_retention(request: &PlacementRequest<'_>, worker: WorkerStats<'_>) -> bool {
     request.retention.is_none_or(|retention| worker.offers(retention))
 }
 
-/// Whether the worker's engine serves the model that a turn requires, if it requires one.
 pub(super) fn serves_model(model: Option<&str>, view: &Snapshot, worker: WorkerStats<'_>) -> bool {
     let Some(model) = model else { return true };
     let facts = view.agent(worker.worker()).facts.as_ref();
     facts.is_some_and(|facts| facts.description.engine.serves(model))
 }
 
-/// Returns which requirement of the turn no worker fits.
 fn explain_no_worker(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -235,7 +203,6 @@ fn explain_no_worker(
     }
 }
 
-/// Joins the names in order, without repeating any.
 fn join_sorted(mut names: Vec<&str>) -> String {
     names.sort_unstable();
     names.dedup();

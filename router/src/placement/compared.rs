@@ -1,32 +1,28 @@
 //! Keeps the workers that cost least, and chooses among those of about the same cost. Pure.
-//!
-//! The parent module compares the workers' costs, and decides whether a session stays.
 
 use std::{cmp::Reverse, time::Instant};
 
 use super::{Figures, PlacementRequest};
 use crate::fleet::{conversations::Conversations, snapshot::Snapshot, worker::WorkerRef};
 
-/// Number of compared workers that a placement reports. The session's own worker and the preferred
-/// worker are reported in addition. A list of a thousand workers would not explain the choice
-/// better.
+/// Beside the session's own worker and the preferred worker. A list of a thousand workers would not
+/// explain the choice better.
 pub(super) const FIGURES_MAX: usize = 8;
-/// How much more than the least cost counts as about the same, in milliseconds, beside a share of
-/// the least cost. Equal workers with equal loads differ by as much, because their sessions were
-/// idle for different times.
+/// How much more than the least cost counts as about the same, beside a share of the least cost.
+/// Equal workers with equal loads differ by as much, because their sessions were idle for different
+/// times.
 const NEAR_TIE_MS: u64 = 10;
 /// The share of the least cost is the cost divided by this number.
 const NEAR_TIE_DIVISOR: u64 = 16;
-/// Longest time of that share, in milliseconds. In the simulator `berth-sim` with Azure's prompts,
-/// the mean time to the first token is 2 % worse without a bound.
+/// Longest time of that share. In the simulator `berth-sim` with Azure's prompts, the mean time to
+/// the first token is 2 % worse without a bound.
 const NEAR_TIE_SHARE_MS_MAX: u64 = 20;
 
-/// The workers compared so far that cost least, at most [`FIGURES_MAX`].
 #[derive(Debug, Default)]
 pub(super) struct Compared {
     /// The least cost first. [`Compared::figures_of`] adds further workers at the end.
     figures: Vec<Figures>,
-    /// The sort key of each sorted entry of `figures`.
+    /// Of each sorted entry of `figures`.
     sort_keys: Vec<SortKey>,
 }
 
@@ -34,7 +30,6 @@ pub(super) struct Compared {
 pub(super) type SortKey = (u64, u32, Reverse<u64>);
 
 impl Compared {
-    /// Inserts a worker's figures at their place, if they are among the best so far.
     pub(super) fn insert(&mut self, figures: Figures, tie_break: impl Fn() -> u64) {
         let is_full = self.sort_keys.len() == FIGURES_MAX;
         if is_full && self.sort_keys.last().is_some_and(|last_key| figures.cost_ms > last_key.0) {
@@ -53,14 +48,13 @@ impl Compared {
         self.figures.insert(position, figures);
     }
 
-    /// Returns the cost above which a worker is not kept.
+    /// The cost above which a worker is not kept.
     pub(super) fn cost_ms_max(&self) -> u64 {
         let last_key = self.sort_keys.last().filter(|_| self.sort_keys.len() == FIGURES_MAX);
         last_key.map_or(u64::MAX, |last_key| last_key.0)
     }
 
-    /// Returns the figures of a worker. Computes them if the worker isn't among those kept, and
-    /// then keeps them, so that the placement reports them.
+    /// Figures that are computed here are kept, so that the placement reports them.
     pub(super) fn figures_of(
         &mut self,
         worker: WorkerRef,
@@ -74,12 +68,11 @@ impl Compared {
         figures
     }
 
-    /// Returns the figures of the worker that costs least.
     pub(super) fn best(&self) -> Option<&Figures> {
         self.figures.first()
     }
 
-    /// Chooses the worker of a turn that can go anywhere. Panics if no worker was compared.
+    /// Panics if no worker was compared.
     ///
     /// A turn without a session goes to the worker with the most room, among those whose cost is
     /// about the least: the figures are not more exact than that. If it must evict on all of them,
@@ -120,13 +113,11 @@ impl Compared {
         near.iter().min_by_key(room).map_or(best.worker, |figures| figures.worker)
     }
 
-    /// Returns the figures that the placement reports.
     pub(super) fn into_figures(self) -> Vec<Figures> {
         self.figures
     }
 }
 
-/// Adds to a worker's figures how much room it has for another conversation.
 fn add_room(figures: &mut Figures, conversations: &Conversations, view: &Snapshot, now: Instant) {
     let Some(stats) = view.worker_table().get(figures.worker) else { return };
     // A load report doesn't show what was placed since. What is remembered of conversations does,

@@ -1,26 +1,19 @@
 //! Computes the cost of a turn on a worker for the placement, in milliseconds of waiting. Pure.
 //!
-//! A *turn* is one request and its answer. A *session* is a sequence of turns whose prompts share a
-//! growing prefix. A *worker* is one data-parallel rank of an engine. The cost is the time that the
-//! turn itself waits, plus the time by which the turn delays others. It is the sum of these parts:
+//! The cost is the time that the turn itself waits, plus the time by which it delays others:
 //!
-//! - *wait*: the time until the engine begins to compute the prompt. The turn waits for the prompts
-//!   ahead of it, for a place in the batch, and for room in the KV pool. With staged prefill, a
-//!   long prompt is computed in stages, and shorter prompts overtake it between two stages.
-//! - *prefill*: the time to compute the part of the prompt that is not resident on the worker.
-//! - *displacement*: the turn's new tokens evict KV of idle sessions now. The cost is the time to
-//!   recompute that KV, times the probability that its session returns.
+//! - *wait*: until the engine begins to compute the prompt: for the prompts ahead, for a place in
+//!   the batch, and for room in the KV pool.
+//! - *prefill*: the time to compute the part of the prompt that is not resident.
+//! - *displacement*: the turn evicts KV of idle sessions now. The cost is the time to recompute
+//!   that KV, times the probability that its session returns.
 //! - *crowding*: the cost of keeping the session on the worker. The more of the pool is KV that
-//!   other sessions will use again, the more of that KV is evicted before its next use. Each
-//!   session pays in proportion to the KV that it brings and will bring. Without this part, all
-//!   sessions with the same system prompt would gather on the worker that has the prompt.
-//! - *blocking*: the waiting of the turns that other sessions of the worker send while the prompt
-//!   is computed.
+//!   other sessions will use again, the more of it is evicted before its next use. Each session
+//!   pays in proportion to the KV that it brings and will bring. Without this part, all sessions
+//!   with the same system prompt would gather on the worker that has the prompt.
+//! - *blocking*: the waiting of the turns that other sessions send during the prefill.
 //! - *interference*: the slowdown of the other turns in the batch.
 //! - *impatience*: a surcharge on the time to the first token beyond what people accept.
-//!
-//! The parent module calls this one and compares the costs. `candidates` has checked before that
-//! the worker can take the turn. This module reads only the snapshot and the request.
 //!
 //! An unknown value is absent in the figures. The cost then uses an assumption, which stands at its
 //! constant or function.
@@ -41,11 +34,10 @@ use crate::fleet::{
     reuse_forecast::ReuseDemand, snapshot::Snapshot, worker::WorkerRef, worker_table::WorkerStats,
 };
 
-/// Assumed duration of a turn in the batch, in milliseconds. An answer of 440 tokens at 20 ms each
-/// takes 8.8 s.
+/// Duration in the batch. An answer of 440 tokens at 20 ms each takes 8.8 s.
 const TURN_MS_ASSUMED: u64 = 10_000;
-/// Assumed tokens of KV that a session will add to those it has. The prompts of coding agents have
-/// 20,000 tokens in the first turn of a session and 100,000 in the median turn.
+/// KV that a session will add to what it has. The prompts of coding agents have 20,000 tokens in
+/// the first turn of a session and 100,000 in the median turn.
 const GROWTH_TOKENS_ASSUMED: u64 = 100_000;
 /// A session's assumed growth is at most the pool divided by this number. A deployment for small
 /// contexts has small pools, and its sessions grow less.
@@ -53,132 +45,104 @@ const GROWTH_POOL_DIVISOR: u64 = 10;
 /// In a pool that is full of KV that will be used again, a session is assumed to recompute its KV
 /// divided by this number.
 const CROWDING_DIVISOR: u64 = 2;
-/// Assumed length of the answer, in tokens. The pool needs room for it.
+/// The pool needs room for the answer.
 const ANSWER_TOKENS_ASSUMED: u64 = 1_000;
-/// Assumed delay of each other turn in the batch, in milliseconds. A new turn makes each step of
-/// the batch a fiftieth slower for a few seconds. Each other turn is in the batch for only a part
-/// of that time.
+/// Assumed delay of each other turn in the batch. A new turn makes each step of the batch a
+/// fiftieth slower for a few seconds. Each other turn is in the batch for only a part of that time.
 const INTERFERENCE_MS_PER_TURN: u64 = 5;
 
 /// How long an engine's account may show a turn after its answer. SGLang writes it with its steps,
 /// at most a second apart.
 const SAMPLE_LAG: Duration = Duration::from_secs(1);
-/// Longest assumed wait of another turn that arrives while this turn's prompt is computed, in
-/// milliseconds. On average, such a turn waits for half of the prefill. If that is longer than this
-/// bound, the other turn goes to another worker, and its session's KV is recomputed there.
+/// Longest assumed wait of another turn that arrives during the prefill. On average, such a turn
+/// waits for half of it. Beyond this bound, the other turn goes to another worker, and its
+/// session's KV is recomputed there.
 const BLOCKING_MS_MAX: u64 = 2_500;
-/// The bound that replaces [`BLOCKING_MS_MAX`] on workers with staged prefill, in milliseconds.
-/// There most turns wait for only half a stage, but turns with long prompts still wait for seconds.
-/// In the simulator `berth-sim`, on half of the conversations, 1 s was one or two percent better
-/// than 0, 0.2, 0.4 and 2.5 s.
+/// Replaces [`BLOCKING_MS_MAX`] on workers with staged prefill. There most turns wait for only half
+/// a stage, but turns with long prompts still wait for seconds. In the simulator `berth-sim`, on
+/// half of the conversations, 1 s was one or two percent better than 0, 0.2, 0.4 and 2.5 s.
 const BLOCKING_STAGED_MS_MAX: u64 = 1_000;
 
-/// Time to the first token, in milliseconds, above which impatience is counted. People lose
-/// attention after ten seconds.
+/// Time to the first token above which impatience counts. People lose attention after ten seconds.
 const PATIENCE_MS: u64 = 10_000;
-/// Extra cost in milliseconds of each millisecond beyond [`PATIENCE_MS`]. One long wait is worse
-/// than several short waits with the same sum, because a client that waits too long gives up and
-/// retries. The work done for it is then lost. In the simulator `berth-sim` with 128 users, the
-/// factor 3 brings the 99th percentile below that of policies that consider nothing but the wait.
-/// The factor 1 doesn't, and the factor 4 is no better than 3.
+/// Extra cost of each millisecond beyond [`PATIENCE_MS`]. One long wait is worse than several short
+/// waits with the same sum, because a client that waits too long gives up and retries. The work
+/// done for it is then lost. In the simulator `berth-sim` with 128 users, the factor 3 brings the
+/// 99th percentile below that of policies that consider nothing but the wait. The factor 1 doesn't,
+/// and the factor 4 is no better than 3.
 const IMPATIENCE_FACTOR: u64 = 3;
 
-/// Assumed bytes of KV per token, as of models with 8 to 14 billion parameters.
+/// As of models with 8 to 14 billion parameters.
 const KV_BYTES_PER_TOKEN_ASSUMED: u64 = 160 << 10;
 
-/// A full pool, or 100 %, in thousandths.
 const WHOLE_MILLI: u64 = 1000;
 
-/// The figures of one worker that a placement compares. Its many fields: the API shows all of them
-/// for recent placements, as one flat JSON object.
+/// Its many fields: the API shows all of them for recent placements, as one flat JSON object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figures {
-    /// The worker.
     pub worker: WorkerRef,
-    /// The total cost, which the placement compares.
     pub cost_ms: u64,
-    /// Time until the engine begins to compute the prompt.
     pub wait_ms: u64,
     /// Time to compute the part of the prompt that isn't resident; on a decode worker, time to
     /// transfer its KV. `None` if the prompt is unknown.
     pub prefill_ms: Option<u64>,
-    /// Expected time to recompute the KV that the turn evicts. `None` if the prompt, or the pool's
-    /// size or use, is unknown.
+    /// `None` if the prompt, or the pool's size or use, is unknown.
     pub displacement_ms: Option<u64>,
-    /// Cost of keeping the session on the worker.
     pub crowding_ms: u64,
-    /// Cost for other turns that will arrive during the prefill and wait. `None` if the prompt is
-    /// unknown.
+    /// `None` if the prompt is unknown.
     pub blocking_ms: Option<u64>,
-    /// Cost for the other turns in the batch.
     pub interference_ms: u64,
-    /// Extra cost of a time to the first token of more than ten seconds.
     pub impatience_ms: u64,
-    /// Tokens of this turn's prompt that are resident on the worker. `None` if the prompt is
-    /// unknown.
+    /// `None` if the prompt is unknown.
     pub resident_tokens: Option<u64>,
-    /// Prompt tokens of other turns that are computed before this turn's. They include those that
-    /// this router sent since the last load report.
+    /// Of turns that are computed before this one, those that this router sent since the last load
+    /// report included.
     pub backlog_tokens: u64,
-    /// The prefill rate, as measured on this worker or on workers like it. If it is `None`, the
-    /// costs use an assumed rate.
+    /// As measured on this worker or on workers like it. `None`: the costs use an assumed rate.
     pub prefill_tokens_per_s: Option<u64>,
-    /// Running turns, including those that this router began since the last load report.
+    /// Includes those that this router began since the last load report.
     pub turns: u32,
-    /// The most turns the worker runs at once; 0 if not reported.
+    /// 0 if not reported.
     pub turns_max: u32,
-    /// Requests waiting in the worker's engine.
     pub waiting: Option<u64>,
     /// KV that other sessions are expected to use again, or KV that can't be evicted if that is
-    /// more. In tokens.
+    /// more.
     pub wanted_tokens: u64,
-    /// Size of the KV pool in tokens.
     pub pool_tokens: Option<u64>,
-    /// KV that is free, in tokens. `None` unless workers of about the same cost were told apart by
-    /// their room.
+    /// `None` unless workers of about the same cost were told apart by their room.
     pub free_tokens: Option<u64>,
-    /// How long the conversation without a name was unused whose KV the worker evicts first. `None`
-    /// as `free_tokens`, and if there is none.
+    /// Of the conversation without a name whose KV the worker evicts first. `None` as
+    /// `free_tokens`, and if there is none.
     pub oldest_idle_ms: Option<u64>,
-    /// Open sessions, including those that this router opened since the last load report.
+    /// Includes those that this router opened since the last load report.
     pub sessions: u32,
 }
 
-/// What delays a turn sent now.
 #[derive(Debug, Clone, Copy)]
 struct QueueAhead {
-    /// The measured or assumed prefill rate.
     tokens_per_s: u64,
-    /// Prompt tokens that are computed before this turn's.
     backlog_tokens: u64,
-    /// Turns that run on the worker now.
     turns: u32,
-    /// The wait for the backlog, for a place in the batch and for room in the pool.
     wait_ms: u64,
 }
 
-/// How full a worker's pool is of KV worth keeping.
 #[derive(Debug, Clone, Copy)]
 struct PoolUse {
-    /// Size of the pool, if known.
     pool_tokens: Option<u64>,
-    /// KV that one more session will add beyond its first prompt.
     growth_tokens: u64,
     /// See [`Figures::wanted_tokens`].
     wanted_tokens: u64,
-    /// How full the pool or the engine's request rows are, in thousandths: the greater of the two.
-    /// A request row is a place for one request, and each pinned session holds one.
+    /// The greater of the pool's and of the engine's request rows'. A request row is a place for
+    /// one request, and each pinned session holds one.
     fullness_milli: u64,
 }
 
 impl Figures {
-    /// Adds the cost of the worker's partner.
     pub(super) fn plus(self, partner_ms: u64) -> Self {
         Self { cost_ms: self.cost_ms.saturating_add(partner_ms), ..self }
     }
 }
 
-/// Computes the cost of the turn on a worker.
 pub(super) fn compute(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -188,9 +152,9 @@ pub(super) fn compute(
     compute_up_to(request, view, stats, u64::MAX, now).expect("no cost is above u64::MAX")
 }
 
-/// Computes the cost of the turn on a worker. Returns `None` if the costs that the worker's table
-/// row gives are above `cost_ms_max`. In a fleet of a thousand workers that holds for most workers,
-/// so their load reports and reuse forecasts need not be read.
+/// `None` if the costs that the worker's table row gives are above `cost_ms_max`. In a fleet of a
+/// thousand workers that holds for most, so their load reports and reuse forecasts need not be
+/// read.
 pub(super) fn compute_up_to(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -262,8 +226,6 @@ pub(super) fn compute_up_to(
     })
 }
 
-/// Returns the cost of waiting and interference on a worker that has the turn's whole prompt
-/// resident.
 pub(super) fn queue_cost_ms(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -276,12 +238,10 @@ pub(super) fn queue_cost_ms(
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(interference_ms)
 }
 
-/// Returns the extra cost of a time to the first token that is longer than [`PATIENCE_MS`].
 fn impatience_ms(first_token_ms: u64) -> u64 {
     first_token_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE_FACTOR)
 }
 
-/// Computes what delays the turn on a worker that has to compute `uncached_tokens` of its prompt.
 fn queue_ahead(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
@@ -304,8 +264,8 @@ fn queue_ahead(
     QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms }
 }
 
-/// Returns how many tokens of a prompt a worker gets KV for in a second. A decode worker takes the
-/// KV from another engine, and computes none.
+/// How many tokens of a prompt a worker gets KV for in a second. A decode worker takes the KV from
+/// another engine, and computes none.
 fn fill_tokens_per_s(view: &Snapshot, stats: WorkerStats<'_>) -> u64 {
     if stats.role() != EngineRole::Decode {
         return stats.prefill_tokens_per_s().unwrap_or(PREFILL_TOKENS_PER_S_ASSUMED);
@@ -314,12 +274,10 @@ fn fill_tokens_per_s(view: &Snapshot, stats: WorkerStats<'_>) -> u64 {
     (view.transfer_bytes_per_s() / bytes_per_token).max(1)
 }
 
-/// Returns an upper bound of the tokens of other prompts in staged prefill that are computed before
-/// this turn's prompt. `uncached_tokens` of this turn's prompt must be computed.
-///
-/// A prompt that fits into one stage isn't staged and waits for no staged prompt. A longer prompt
-/// waits for all staged prompts that have fewer tokens left. Agents report only the number and the
-/// sum of the staged prompts. Each prompt ahead has fewer than `uncached_tokens` tokens left.
+/// An upper bound. A prompt that fits into one stage isn't staged and waits for no staged prompt. A
+/// longer prompt waits for all staged prompts that have fewer tokens left. Agents report only the
+/// number and the sum of the staged prompts, and each prompt ahead has fewer than `uncached_tokens`
+/// left.
 fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
     let is_staged = stats.stage_tokens().is_some_and(|stage_tokens| uncached_tokens > stage_tokens);
     let staged_prefill = if is_staged { stats.staged_prefill() } else { None };
@@ -327,18 +285,10 @@ fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
         .map_or(0, |queue| queue.tokens.min(uncached_tokens.saturating_mul(queue.prompts.into())))
 }
 
-/// Returns the milliseconds until the prompt fits into the pool beside the running turns.
+/// Running turns are assumed to end evenly over the duration of one turn. The backlog counts as
+/// used KV, because the prompts ahead will hold at least the tokens computed for them.
 ///
-/// Running turns are assumed to end evenly over the duration of one turn. Those that have ended
-/// since the load report hold no KV any more: else a conversation's next turn would wait for the
-/// turn before it. The backlog counts as used KV, because the prompts ahead of this turn will hold
-/// at least the tokens computed for them.
-/// Some KV is *pinned*: it is private to a session, and eviction can't take it. If the ends of the
-/// running turns can't make enough room, the agent must reclaim pinned KV. That is assumed to take
-/// as long as a turn.
-///
-/// Returns 0 if the prompt, the pool or its use is unknown. Crowding covers this case, because a
-/// worker with an unknown pool counts as full.
+/// 0 if the prompt, the pool or its use is unknown: then crowding counts the worker as full.
 fn pool_wait_ms(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
@@ -371,19 +321,23 @@ fn pool_wait_ms(
     let unpinned_tokens = used_tokens
         .saturating_sub(pinned_tokens)
         .saturating_sub(load.map_or(0, |load| ended_own_tokens(request, stats, load)));
+    // Turns that have ended since the load report hold no KV any more: else a conversation's next
+    // turn would wait for the turn before it.
     let unpinned_tokens = stats.part_of_turns_not_ended(unpinned_tokens);
     let missing_tokens = missing_tokens(unpinned_tokens.saturating_add(pinned_tokens));
     if missing_tokens == 0 || unpinned_tokens.saturating_add(pinned_tokens) == 0 {
         0
     } else if missing_tokens >= unpinned_tokens {
+        // The agent must reclaim pinned KV, assumed to take as long as a turn: it is private to a
+        // session, and eviction can't take it.
         TURN_MS_ASSUMED
     } else {
         TURN_MS_ASSUMED.saturating_mul(missing_tokens) / unpinned_tokens
     }
 }
 
-/// Returns the session's KV on this worker if the sample may count it as used by the session's last
-/// turn, which has ended: the engine was sampled before, or less than [`SAMPLE_LAG`] later.
+/// The session's KV on this worker if the sample may count it as used by the session's last turn,
+/// which has ended: the engine was sampled before, or less than [`SAMPLE_LAG`] later.
 fn ended_own_tokens(
     request: &PlacementRequest<'_>,
     stats: WorkerStats<'_>,
@@ -401,7 +355,6 @@ fn ended_own_tokens(
     }
 }
 
-/// Returns how full the worker's pool is without the session's own KV.
 fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
     let opened_sessions = stats.open_requests_since_report();
     let (pool_tokens, used_tokens) = (stats.pool_tokens(), stats.used_tokens());
@@ -423,18 +376,17 @@ fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
     PoolUse { pool_tokens, growth_tokens, wanted_tokens, fullness_milli }
 }
 
-/// The KV that the turn's own session has on a worker. It doesn't count as crowding for this turn.
+/// Doesn't count as crowding for this turn.
 #[derive(Debug, Clone, Copy, Default)]
 struct OwnKv {
-    /// All tokens, as the agent reports them. They are subtracted from the reuse forecast, because
-    /// this turn is the reuse that the forecast expects.
+    /// Subtracted from the reuse forecast, because this turn is the reuse that the forecast
+    /// expects.
     tokens: u64,
-    /// The part that is pinned, that is, private to the session. No reported block has it. The
-    /// worker's used KV contains it.
+    /// No reported block has it. The worker's used KV contains it.
     private_tokens: u64,
 }
 
-/// Returns the session's KV on this worker. It is empty if the worker doesn't have the session.
+/// Empty if the worker doesn't have the session.
 fn own_kv(request: &PlacementRequest<'_>, worker: WorkerRef) -> OwnKv {
     let sticky = request.sticky.filter(|sticky| sticky.worker == worker);
     sticky.map_or(OwnKv::default(), |Sticky { reported_tokens: tokens, private_tokens, .. }| {
@@ -446,7 +398,6 @@ fn requests_waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
     Some(view.agent(worker).rank_load(worker.dp_rank)?.requests_waiting?.value)
 }
 
-/// Returns the prompt tokens that the worker has to compute; `None` if the prompt is unknown.
 pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
     let prompt = request.prompt?;
     let resident_blocks = worker.number().map_or(0, |number| prompt.overlap.device_blocks(number));
@@ -455,7 +406,6 @@ pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef)
     Some(prompt.tokens.saturating_sub(resident_tokens))
 }
 
-/// Returns the total wait of the turns that arrive during a prefill of `prefill_ms`.
 fn blocking_ms(prefill_ms: u64, stats: WorkerStats<'_>, demand: &ReuseDemand) -> u64 {
     let wait_ms_max =
         if stats.stage_tokens().is_some() { BLOCKING_STAGED_MS_MAX } else { BLOCKING_MS_MAX };
@@ -463,7 +413,6 @@ fn blocking_ms(prefill_ms: u64, stats: WorkerStats<'_>, demand: &ReuseDemand) ->
     arriving_turns_micro.saturating_mul((prefill_ms / 2).min(wait_ms_max)) / 1_000_000
 }
 
-/// Returns the milliseconds until a full batch has a free place.
 fn batch_wait_ms(turns: u32, turns_max: u32) -> u64 {
     if turns_max == 0 || turns < turns_max {
         return 0;
@@ -471,20 +420,17 @@ fn batch_wait_ms(turns: u32, turns_max: u32) -> u64 {
     u64::from(turns - turns_max + 1) * TURN_MS_ASSUMED / u64::from(turns_max)
 }
 
-/// Returns the share of the engine's request rows that is in use, in thousandths; 0 if unknown.
-/// `opened_sessions` is the number of sessions opened since the report. Each pinned session holds a
-/// row. An engine without free rows takes no more pinned sessions, even if its pool has free KV.
+/// 0 if unknown. An engine without free rows takes no more pinned sessions, even if its pool has
+/// free KV.
 fn rows_used_milli(request_rows: Option<(u64, u64)>, opened_sessions: u32) -> u64 {
     request_rows
         .map_or(0, |(held, total)| share_milli(held.saturating_add(opened_sessions.into()), total))
 }
 
-/// Returns how large the part is, in thousandths of the whole.
 fn share_milli(part: u64, whole: u64) -> u64 {
     part.saturating_mul(WHOLE_MILLI) / whole
 }
 
-/// Returns the milliseconds to compute the tokens at this rate.
 fn compute_ms(tokens: u64, tokens_per_s: u64) -> u64 {
     tokens.saturating_mul(1000) / tokens_per_s
 }

@@ -1,16 +1,9 @@
 //! Chooses a prefill and a decode worker for a turn that two engines run together. Pure.
 //!
-//! With prefill/decode disaggregation, a *prefill* worker computes a turn's prompt and hands the KV
-//! to a *decode* worker, which generates the answer. The parent module calls [`place`] if the fleet
-//! has such workers. Both workers are chosen at once:
-//!
-//! - The session belongs to the decode worker, and stays there as on any worker. Its cost has the
-//!   time to transfer the part of the prompt that it lacks, in the place of the time to compute it.
-//! - The prefill worker is the one that costs least among those that fit the decode worker. Its
-//!   cost has the overlap of the prompt and the queue, as everywhere. It is a part of the pair's
-//!   cost, so a decode worker whose partners are busy is chosen less.
-//!
-//! A turn that no pair can take goes to a worker that runs whole turns, if there is one.
+//! The session belongs to the decode worker, and stays there as on any worker. The decode worker's
+//! cost has the time to transfer the part of the prompt that it lacks, and the cost of its best
+//! prefill worker, so a decode worker whose partners are busy is chosen less. A turn that no pair
+//! can take goes to a worker that runs whole turns, if there is one.
 
 use std::{cmp::Reverse, time::Instant};
 
@@ -24,20 +17,17 @@ use crate::fleet::{
     pairing::PairClass, snapshot::Snapshot, worker::WorkerRef, worker_table::WorkerStats,
 };
 
-/// Whether a turn may run on a pair of engines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum PairUse {
-    /// A pair may run the turn.
     #[default]
     May,
     /// Only an engine that runs whole turns can run it.
     Never(Unpaired),
 }
 
-/// Why no pair can run a turn. Each message is for the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unpaired {
-    /// The turn has several prompts or answers, and a hand-off has one of each.
+    /// A hand-off has one prompt and one answer.
     #[error(
         "a pair of a prefill and a decode engine runs one prompt with one answer: send the prompts \
          one by one with n = 1"
@@ -49,26 +39,17 @@ pub enum Unpaired {
          /generate with return_logprob and logprob_start_len"
     )]
     Echo,
-    /// The request generates no tokens.
     #[error("no engine takes this request: every engine runs in prefill or decode mode")]
     NotGenerated,
 }
 
-/// The prefill half of a placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefillPlacement {
-    /// The worker that computes the prompt.
     pub worker: WorkerRef,
-    /// Prompt tokens that the worker has to compute, if known.
     pub uncached_tokens: Option<u64>,
-    /// The worker's figures.
     pub figures: Figures,
 }
 
-/// Places a turn in a fleet that has prefill or decode workers.
-///
-/// # Errors
-/// If neither a pair nor a worker that runs whole turns can take the turn.
 pub(super) fn place(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -99,9 +80,6 @@ pub(super) fn place(
 
 /// Adds the prefill half to the placement of a turn that must run on a given decode worker. Returns
 /// any other placement as it is.
-///
-/// # Errors
-/// If no prefill worker fits the decode worker.
 pub(crate) fn complete(
     placement: Placement,
     request: &PlacementRequest<'_>,
@@ -143,27 +121,20 @@ fn add_prefill(
     Ok(Placement { prefill: Some(prefill), ..decode })
 }
 
-/// The prefill worker to use in each class of engines that fit one another.
 #[derive(Debug)]
 struct Prefills {
-    /// One entry for each class; real fleets have a few.
+    /// Real fleets have a few classes.
     by_class: Vec<(PairClass, Choice)>,
 }
 
-/// The best prefill workers of one class so far.
 #[derive(Debug, Clone, Copy)]
 struct Choice {
-    /// The worker that costs least.
     least: (SortKey, Figures),
-    /// The worker that the session's digest prefers.
+    /// The one that the session's digest prefers.
     preferred: (u64, Figures),
 }
 
 impl Prefills {
-    /// Computes what the prompt costs on each prefill worker that can take it.
-    ///
-    /// # Errors
-    /// If there is no prefill worker, or none that serves the model or has the weights.
     fn find(
         request: &PlacementRequest<'_>,
         view: &Snapshot,
@@ -197,7 +168,6 @@ impl Prefills {
         Ok(Self { by_class })
     }
 
-    /// Returns the figures of the prefill worker to use with a decode worker. `None` if none fits.
     fn best_for(&self, decode: WorkerStats<'_>) -> Option<Figures> {
         let class = decode.pair_class()?;
         let fitting = self.by_class.iter().filter(|(other, _)| class.fits(*other));
@@ -215,7 +185,6 @@ impl Choice {
         }
     }
 
-    /// Chooses the preferred worker, if it hardly costs more than the one that costs least.
     fn prefer(&mut self) {
         let (hash, figures) = self.preferred;
         if figures.cost_ms <= self.least.1.cost_ms.saturating_add(CACHE_KEY_SLACK_MS) {

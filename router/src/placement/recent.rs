@@ -1,11 +1,7 @@
 //! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
-//! The tasks of turns add each placement, and the HTTP API reads them by the number of the turn, or
-//! in the order in which they were made. A placement chooses the worker for a turn (one request and
-//! its answer). The record of a placement
-//! has a set of figures for each compared worker. A placement that compares many workers takes more
-//! memory. So the number of sets is bounded, not the number of placements. The oldest placements
-//! are removed first.
+//! The number of sets of figures is bounded, not that of placements, because a placement that
+//! compares many workers takes more memory.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,45 +12,35 @@ use proto::id::Digest;
 
 use super::Placement;
 
-/// Maximum weight of the kept records; see [`weight`]. Each set of figures has about 150 bytes, so
-/// the records take 10 MiB. If each turn compares 32 workers, they cover the last 2,000 turns.
+/// Each set of figures has about 150 bytes, so the records take 10 MiB. If each turn compares 32
+/// workers, they cover the last 2,000 turns.
 pub(crate) const WEIGHT_MAX: usize = 1 << 16;
 
-/// One placement decision, as the API shows it later.
 #[derive(Debug, Clone)]
 pub(crate) struct PlacementRecord {
-    /// The turn's number.
     pub(crate) turn: u64,
-    /// When the turn was placed.
     pub(crate) placed_at: Instant,
-    /// The digest of the turn's session. `None` if the turn has no session.
     pub(crate) session: Option<Digest>,
-    /// The decision and the figures compared for it.
     pub(crate) placement: Placement,
 }
 
-/// The last placements by turn. A turn that was retried has several placements.
+/// A turn that was retried has several placements.
 #[derive(Debug)]
 pub(crate) struct RecentPlacements {
-    /// The records by their place in the order of all placements.
     records: BTreeMap<u64, PlacementRecord>,
     /// The places of each turn's records, oldest first. No turn has an empty list.
     by_turn: HashMap<u64, Vec<u64>>,
-    /// The place of the next record.
     next_place: u64,
-    /// Sum of the kept records' weights.
     weight_sum: usize,
     weight_max: usize,
 }
 
-/// Returns the weight of a record: the number of its sets of figures, plus one. A placement without
-/// figures takes memory too.
+/// A placement without figures takes memory too.
 fn weight(record: &PlacementRecord) -> usize {
     1 + record.placement.figures.len()
 }
 
 impl RecentPlacements {
-    /// Creates an empty history whose records weigh at most `weight_max` together.
     #[must_use]
     pub(crate) fn new(weight_max: usize) -> Self {
         Self {
@@ -66,7 +52,6 @@ impl RecentPlacements {
         }
     }
 
-    /// Adds a placement and removes the oldest placements beyond the bound.
     pub(crate) fn add(&mut self, record: PlacementRecord) {
         self.weight_sum += weight(&record);
         self.by_turn.entry(record.turn).or_default().push(self.next_place);
@@ -86,15 +71,13 @@ impl RecentPlacements {
         self.check_invariants();
     }
 
-    /// Returns a turn's decisions, oldest first. Empty if none are kept.
     #[must_use]
     pub(crate) fn placements(&self, turn: u64) -> Vec<&PlacementRecord> {
         let places = self.by_turn.get(&turn).into_iter().flatten();
         places.filter_map(|place| self.records.get(place)).collect()
     }
 
-    /// Returns the first `limit` placements after the place `after`, oldest first, with their
-    /// places. Without `after`, returns the last `limit` placements.
+    /// The first `limit` placements after the place `after`, or else the last ones; oldest first.
     #[must_use]
     pub(crate) fn page(&self, after: Option<u64>, limit: usize) -> Vec<(u64, &PlacementRecord)> {
         let from = match after {
@@ -104,8 +87,7 @@ impl RecentPlacements {
         self.records.range(from..).take(limit).map(|(place, record)| (*place, record)).collect()
     }
 
-    /// Removes the placements that chose or compared a worker of an agent that has left the fleet.
-    /// Another agent will have its slot, and would be shown instead.
+    /// Another agent will have the slot of this one, and would be shown instead.
     pub(crate) fn forget_agent(&mut self, agent: usize) {
         let names_agent = |record: &PlacementRecord| {
             let compared = record.placement.figures.iter().map(|figures| figures.worker);
@@ -126,10 +108,6 @@ impl RecentPlacements {
         self.check_invariants();
     }
 
-    /// Checks the bound, the sums and the order.
-    ///
-    /// # Panics
-    /// If an invariant is broken.
     #[cfg(any(test, debug_assertions))]
     fn check_invariants(&self) {
         assert_eq!(self.weight_sum, self.records.values().map(weight).sum::<usize>());

@@ -1,12 +1,5 @@
 //! Determines a session's status from the agents' session tables and this router's binding. Pure.
 //!
-//! A *session* is a sequence of turns (one request and its answer each) that share a growing
-//! prefix. Each agent keeps a *session table* for its engine. A *binding* says to which worker (one
-//! data-parallel rank of an engine) this router sends a session's turns.
-//!
-//! The folder `turn` calls this module before it places, opens or closes a session, and the session
-//! API shows the status. Nothing here changes a table or a binding.
-//!
 //! If a table has the session, the table decides, with two exceptions. While this router closes the
 //! session, and for [`TABLE_LAG_MAX`] after that, the binding decides. If the bound agent's table
 //! lacks the session, the binding decides too, but only while a turn through this router runs and
@@ -22,49 +15,39 @@ use proto::{
 use super::affinity::{Binding, CloseProgress, TABLE_LAG_MAX};
 use crate::fleet::{sessions::ReportedSession, snapshot::Snapshot, worker::WorkerRef};
 
-/// The status of a session, as a client or the next turn sees it.
 #[derive(Debug, Clone)]
 pub enum SessionStatus {
-    /// Neither an agent nor this router knows the session.
     Unknown,
     /// This router placed the session, and no agent has reported it.
     Bound {
-        /// The worker that gets the session's turns.
         worker: WorkerRef,
-        /// Whether a turn runs or ended less than [`TABLE_LAG_MAX`] ago. If so, the agent's report
-        /// of the session may still be on its way.
+        /// A turn runs or ended less than [`TABLE_LAG_MAX`] ago. The agent's report of the session
+        /// may still be on its way.
         is_recent: bool,
-        /// Whether the client wants the session only to be placed, without state in the engine.
         placement_only: bool,
-        /// Whether the session takes one turn at a time and a turn surely runs.
+        /// The session takes one turn at a time and a turn surely runs.
         is_busy: bool,
     },
-    /// An agent has the session.
     Open {
-        /// The worker that has the session.
         worker: WorkerRef,
-        /// The session as last reported.
         session: Arc<Session>,
-        /// Whether the session takes one turn at a time and a turn surely runs.
+        /// The session takes one turn at a time and a turn surely runs.
         is_busy: bool,
     },
-    /// A close was requested, and the session is not closed yet.
     Closing,
     /// The session can't continue, because its KV and history are gone or out of reach. Either its
-    /// engine lost it, or it is pinned (its KV is private to it) on an agent that is unreachable.
+    /// engine lost it, or it is pinned on an agent that is unreachable.
     Lost {
-        /// The worker that had the session.
         worker: WorkerRef,
-        /// The session as last reported.
         session: Arc<Session>,
-        /// True if the agent is connected and reports the loss. False if the agent is unreachable.
+        /// True if the agent is connected and reports the loss.
         is_agent_up: bool,
     },
 }
 
 impl SessionStatus {
-    /// Returns the worker of a session that its owner sees, and can close. `None` if there is no
-    /// such session: an old binding to a worker whose agent doesn't report the session is none.
+    /// The worker of a session that its owner sees, and can close. An old binding to a worker whose
+    /// agent doesn't report the session is none.
     #[must_use]
     pub fn owned_worker(&self) -> Option<WorkerRef> {
         match self {
@@ -78,7 +61,6 @@ impl SessionStatus {
     }
 }
 
-/// Determines a session's status from the view and this router's binding.
 #[must_use]
 pub fn determine_status(
     key: &SessionKey,
@@ -118,7 +100,7 @@ pub fn determine_status(
     };
     let was_just_reopened = binding.was_just_reopened(now);
     // After this router has opened the session again, an entry that is lost or closing shows the
-    // session as it was before. Such an entry is ignored.
+    // session as it was before.
     let is_outdated = |entry: &ReportedSession| {
         was_just_reopened
             && entry.worker.agent == binding.worker.agent
@@ -138,8 +120,6 @@ pub fn determine_status(
     }
 }
 
-/// Returns the status that the binding gives. `just_opened` is the session, if this router opened
-/// it less than [`TABLE_LAG_MAX`] ago.
 fn status_from_binding(
     binding: &Binding,
     just_opened: Option<&Arc<Session>>,
@@ -157,8 +137,6 @@ fn status_from_binding(
     }
 }
 
-/// Returns the status that an entry of an agent's table gives. Without an entry, the session is
-/// unknown.
 fn status_from_table(
     entry: Option<&ReportedSession>,
     view: &Snapshot,
@@ -189,15 +167,14 @@ fn status_from_table(
     SessionStatus::Open { worker, session, is_busy }
 }
 
-/// Whether a session can continue only on the worker that has it.
 fn needs_its_worker(session: &Session) -> bool {
     // A client that sends its full history in each turn can continue on any worker. A client that
-    // asked for a pinned session may send only the new part of its history in the next turn.
+    // asked for a pinned session may send only the new part of its history.
     let can_continue_anywhere = session.full_history && !session.exclusive;
     session.retention == Retention::Pinned && !can_continue_anywhere
 }
 
-/// Whether nothing is left of a session at its worker, and any worker can take its next turn.
+/// Any worker can take the next turn of such a session.
 #[must_use]
 pub fn is_left_with_nothing(session: &Session) -> bool {
     session.state == SessionState::Lost && !needs_its_worker(session)
@@ -225,19 +202,17 @@ fn is_stray(entry: &ReportedSession, entries: &[ReportedSession]) -> bool {
     is_unused(&entry.session) && needs_its_worker(&entry.session) && entries.iter().any(has_history)
 }
 
-/// Whether the worker's connected agent has a session that no turn has used.
 pub fn is_unused_at(key: &SessionKey, view: &Snapshot, worker: WorkerRef) -> bool {
     let entries = view.sessions.locate(key);
     let at_worker = entries.iter().find(|entry| entry.worker.agent == worker.agent);
     view.agent(worker).is_up() && at_worker.is_some_and(|entry| is_unused(&entry.session))
 }
 
-/// Whether no turn has used a session.
 fn is_unused(session: &Session) -> bool {
     session.turns == 0 && session.turns_running == 0
 }
 
-/// Returns the strays of a session that is open on `worker`, on connected agents.
+/// Those of a session that is open on `worker`, on connected agents.
 pub fn strays(key: &SessionKey, view: &Snapshot, worker: WorkerRef) -> Vec<WorkerRef> {
     let entries = view.sessions.locate(key);
     let strays = entries.iter().filter(|entry| {
@@ -250,7 +225,6 @@ pub fn strays(key: &SessionKey, view: &Snapshot, worker: WorkerRef) -> Vec<Worke
 /// A session of several agents, at rest on all of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Split {
-    /// The worker that keeps the session.
     pub keeper: WorkerRef,
     /// The workers at which the session is to be closed.
     pub others: Vec<WorkerRef>,
@@ -259,8 +233,8 @@ pub struct Split {
 /// Decides which of several connected agents keeps a session. All routers that have the same tables
 /// decide alike: the one with a history wins, then the older one, then the lower agent id.
 ///
-/// Returns `None` if one of them must not be closed: a turn runs, or two have a history that can't
-/// be made again. Also `None` if an agent doesn't say when the session began.
+/// `None` if one of them must not be closed: a turn runs, or two have a history that can't be made
+/// again. Also if an agent doesn't say when the session began.
 #[must_use]
 pub fn judge_split(key: &SessionKey, view: &Snapshot) -> Option<Split> {
     let entries = view.sessions.locate(key).iter();
@@ -286,10 +260,9 @@ pub fn judge_split(key: &SessionKey, view: &Snapshot) -> Option<Split> {
     Some(Split { keeper, others: others.collect() })
 }
 
-/// Returns the entry to use, because several agents may have the session. Prefers, in this order:
-/// a connected agent, an entry of which something is left, the agent of `bound_worker`, an entry
-/// that isn't lost, the entry with the most recent turn, and the lowest worker. Only the bound
-/// agent's entry may be a stray.
+/// Prefers, in this order: a connected agent, an entry of which something is left, the agent of
+/// `bound_worker`, an entry that isn't lost, the entry with the most recent turn, and the lowest
+/// worker. Only the bound agent's entry may be a stray.
 fn preferred_entry<'a>(
     entries: impl Iterator<Item = &'a ReportedSession>,
     all: &[ReportedSession],

@@ -1,12 +1,8 @@
 //! Hashes a JSON array of token ids into routing blocks, without making a list of the ids.
-//!
-//! A [`Chain`] hashes a prompt's tokens block by block (see [`proto::block`]). The parent module
-//! passes in the JSON of a prompt that is token ids. This module accepts nothing but a flat array
-//! of ids, and gives no details about other input.
 
 use proto::block::{BlockHash, Chain};
 
-/// Number of ids passed to the chain at once: four blocks of 64 tokens. They are on the stack.
+/// Four blocks of 64 tokens. They are on the stack.
 const BATCH_IDS: usize = 256;
 
 /// The input is not an array of at most `tokens_max` token ids. The chain and the hashes passed in
@@ -14,8 +10,6 @@ const BATCH_IDS: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NotIds;
 
-/// Appends an array's ids to a chain. Fails if they are more than `tokens_max`.
-///
 /// `json` must be valid JSON. So leading zeros and a trailing comma need no check.
 pub(super) fn push_ids(
     json: &str,
@@ -43,7 +37,6 @@ pub(super) fn push_ids(
     Ok(())
 }
 
-/// Reads the token id that begins at `start`. Returns the id and the offset of its end. Returns
 /// `None` if no digit is there, as for a negative number, or if the number doesn't fit in a `u32`.
 fn parse_id(bytes: &[u8], start: usize) -> Option<(u32, usize)> {
     let mut end = start;
@@ -59,8 +52,7 @@ fn parse_id(bytes: &[u8], start: usize) -> Option<(u32, usize)> {
     if end == start { None } else { Some((u32::try_from(id).ok()?, end)) }
 }
 
-/// Skips the comma after an id, and whitespace around it. Returns the offset where the next id
-/// begins, or the end of the text. Returns `None` if anything else follows the id.
+/// Returns the offset of the next id or the text's end; `None` if anything but a comma follows.
 fn skip_comma(bytes: &[u8], id_end: usize) -> Option<usize> {
     let skip_whitespace = |mut offset: usize| {
         while bytes.get(offset).is_some_and(u8::is_ascii_whitespace) {

@@ -1,12 +1,9 @@
 //! Finds prompts that have more tokens than an engine takes, without tokenizing all of them. Pure.
 //!
 //! An engine tokenizes on the thread that serves all its clients: 2 MB of text keep that thread for
-//! a second, and only then does the engine refuse the prompt. So the router counts the tokens of
-//! such a prompt first, up to the engine's context. `turn` asks for this if a prompt has far more
-//! bytes than usual; `prompt::models` bounds how many are counted at once.
-//!
-//! The prompts of the routes that the engine converts first (`/v1/messages`, `/v1/responses`), and
-//! chats that the router can't render, aren't counted. The engine refuses these itself.
+//! a second, and only then does the engine refuse the prompt. So the router counts the tokens
+//! first, up to the engine's context. Prompts of the routes that the engine converts first
+//! (`/v1/messages`, `/v1/responses`), and chats that the router can't render, aren't counted.
 
 use proto::block::Scheme;
 
@@ -17,14 +14,12 @@ use super::{EngineBlockFacts, Prompt, PromptForm, ids_key, model::TextPrompt};
 const BYTES_PER_TOKEN: u64 = 6;
 /// A shorter prompt isn't counted: an engine tokenizes it within some milliseconds.
 const PROMPT_BYTES_MIN: u64 = 64 << 10;
-/// A text counts as too long if it has more tokens than the context and a quarter of it. It is
-/// tokenized in pieces, whose borders can add tokens, and the engine may tokenize a little
-/// differently.
+/// A text is too long if it has more than the context and a quarter of it: it is tokenized in
+/// pieces, whose borders can add tokens, and the engine may tokenize a little differently.
 const MARGIN_DIVISOR: u64 = 4;
 
 impl Prompt {
-    /// Whether the prompt has so many bytes that it may have more than `context_tokens`. This costs
-    /// nothing.
+    /// By its bytes, which costs nothing.
     #[must_use]
     pub fn looks_over_context(&self, form: PromptForm, context_tokens: u64) -> bool {
         if form == PromptForm::Other {
@@ -36,11 +31,9 @@ impl Prompt {
         bytes > PROMPT_BYTES_MIN.max(BYTES_PER_TOKEN.saturating_mul(context_tokens))
     }
 
-    /// Whether the prompt certainly has more tokens than the engine's context. `false` if that
-    /// can't be known, as for several prompts, or for text without a loaded model.
+    /// `false` if that can't be known, as for several prompts, or for text without a loaded model.
     ///
-    /// # Panics
-    /// If `body` is not the body in which the prompt was found.
+    /// # Panics If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn is_over_context(
         &self,
@@ -71,7 +64,7 @@ impl Prompt {
     }
 }
 
-/// Returns the number of ids in a flat array; `None` for an array of anything else.
+/// `None` for an array of anything else.
 fn count_ids(json: &str) -> Option<u64> {
     let inner = json.strip_prefix('[')?.trim_ascii_start();
     inner.starts_with(|first: char| first.is_ascii_digit()).then_some(())?;

@@ -1,13 +1,4 @@
 //! Makes the same tokens from text or messages as the engines that serve a model.
-//!
-//! A [`Model`] has the model's tokenizer and chat template, from files that `prompt::models` has
-//! fetched. It also caches the blocks of the texts that it has tokenized. `prompt` uses it for
-//! prompts that aren't token ids yet. It doesn't detokenize, and it runs no model.
-//!
-//! - `tokens`: the [`Model`]. A router built without the feature `text` has `absent` instead.
-//! - `chat`: messages and tools in the form that SGLang passes to templates.
-//! - `template`: a chat template, rendered as Hugging Face renders it.
-//! - `python`: writes values as Python does.
 
 #[cfg(not(feature = "text"))]
 mod absent;
@@ -30,18 +21,13 @@ pub use self::absent::{AbsentModel as Model, Error};
 pub use self::tokens::{Error, Model};
 use super::{Blocks, PromptForm, memory::TokenizerMemory};
 
-/// A request whose prompt is text or messages, with all that a [`Model`] needs to make its tokens.
 pub(super) struct TextPrompt<'a> {
     pub(super) form: PromptForm,
-    /// Returns the JSON of the body's member with this key.
     pub(super) member_json: &'a dyn Fn(&str) -> Option<&'a str>,
-    /// Everything besides the tokens that the hashes of the prompt's blocks depend on.
     pub(super) scheme: Scheme<'a>,
-    /// The engine's context length.
     pub(super) tokens_max: u64,
-    /// The current Unix time in seconds. Some templates show the date.
+    /// Some templates show the date.
     pub(super) unix_s: u64,
-    /// Bounds the memory for tokenizing. `None`: it isn't bounded.
     pub(super) memory: Option<&'a TokenizerMemory>,
 }
 

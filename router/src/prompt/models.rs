@@ -1,12 +1,7 @@
 //! Holds the models (tokenizer and chat template) that make engines' tokens from text.
 //!
-//! Each agent reports the hash of its model's files. One task, [`run`], fetches each set of files
-//! from an agent and loads it. `residency::block_locator` asks [`Models`] for the blocks (hashed
-//! parts) or the token ids of a turn's prompt. If the model of the turn's engine isn't loaded, the
-//! blocks of a text are made from its bytes.
-//!
-//! Tokenizing takes from milliseconds to a second, so it runs on blocking threads. This module only
-//! schedules: `fleet::control` fetches the files, and [`Prompt`] and [`Model`] make the blocks.
+//! Tokenizing takes from milliseconds to a second, so it runs on blocking threads. Without the
+//! model of the turn's engine, the blocks of a text are made from its bytes.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -37,60 +32,46 @@ use crate::{
     shares::{Share, SharedPool, Sharer, Shares},
 };
 
-/// Maximum number of models. A model with 150,000 tokens takes about 100 MiB. Prompts for further
-/// models aren't tokenized: their blocks are made from bytes.
+/// A model with 150,000 tokens takes about 100 MiB. Prompts for further models aren't tokenized:
+/// their blocks are made from bytes.
 const MODELS_MAX: usize = 8;
-/// Bytes of a body from which its prompt is long. It keeps a processor for 20 ms and more.
+/// From this size of its body on, a prompt is long: it keeps a processor for 20 ms and more.
 const LONG_BODY_BYTES_MIN: usize = 128 << 10;
-/// Maximum number of short prompts tokenized at once. Long prompts have permits of their own, for
-/// half of the processors, so that a short prompt of one client never waits for another's long
-/// ones.
+/// Long prompts have permits of their own, for half of the processors, so that a short prompt of
+/// one client never waits for another's long ones.
 const SHORT_PROMPTS_AT_ONCE_MAX: usize = 8;
-/// Longest time that a turn waits for a permit to tokenize its prompt. After that, its blocks are
-/// made from bytes, without tokens.
+/// Longest time that a turn waits for a permit. After that, its blocks are made from bytes.
 const PERMIT_WAIT_MAX: Duration = Duration::from_millis(50);
-/// Longest time for tokenizing a prompt. 100,000 new tokens take a fifth of this time.
+/// 100,000 new tokens take a fifth of this time.
 const TOKENIZE_MAX: Duration = Duration::from_secs(1);
-/// Largest body that is tokenized, in bytes. A transcript of 1M tokens is about 5 MiB of JSON.
+/// A transcript of 1M tokens is about 5 MiB of JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
-/// Most bytes of a body per token of the engine's context. The prompt of a larger body doesn't fit
-/// into the context.
+/// Of a body, per token of the context. The prompt of a larger body doesn't fit into the context.
 const BYTES_PER_TOKEN: usize = 16;
-/// Longest time for fetching a model's files. It allows for 64 MiB over a slow link.
+/// Allows for 64 MiB over a slow link.
 const FETCH_MAX: Duration = Duration::from_secs(120);
-/// Shortest pause before a failed fetch is tried again. It doubles with each failure.
+/// Before a failed fetch is tried again. The pause doubles with each failure.
 const RETRY_PAUSE_MIN: Duration = Duration::from_secs(1);
-/// Longest pause before a failed fetch is tried again.
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The hash of a model's files.
 type FilesHash = [u8; 32];
-/// The loaded models, by the hash of their files.
 type LoadedModels = HashMap<FilesHash, Arc<Model>>;
-/// The sets of files that agents report, each with the indexes of the connected agents that have
-/// the files.
+/// With the indexes of the connected agents that have the files.
 type ReportedFiles = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
 
-/// The models that are loaded now.
 #[derive(Debug)]
 pub(crate) struct Models {
     loaded: ArcSwap<LoadedModels>,
-    /// A permit for each short prompt that is tokenized now.
     short_permits: Arc<Semaphore>,
-    /// A permit for each long prompt that is tokenized now.
     long_permits: Arc<Semaphore>,
-    /// The places for counting prompts that look too long. They are of `long_permits`.
+    /// For counting prompts that look too long. They are of `long_permits`.
     places: Places,
-    /// The places for reading long bodies.
     reading: Arc<Places>,
-    /// The memory for tokenizing.
     pool: Arc<SharedPool>,
     metrics: Arc<Metrics>,
 }
 
 impl Models {
-    /// Creates an empty set of models, which shares the memory for tokenizing and the places for
-    /// reading of `shares`.
     pub(crate) fn new(shares: &Shares, metrics: Arc<Metrics>) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let long_permits = Arc::new(Semaphore::new((processors / 2).max(1)));
@@ -105,7 +86,6 @@ impl Models {
         }
     }
 
-    /// Creates an empty set of models with `bytes` of memory for tokenizing.
     #[cfg(test)]
     pub(crate) fn with_memory(bytes: usize) -> Self {
         let sizes = PoolSizes { requests: 1, turns: 1, body_bytes: 1, tokenizer_bytes: bytes };
@@ -113,8 +93,8 @@ impl Models {
         Self::new(&Shares::new(sizes), Arc::new(metrics))
     }
 
-    /// Makes a prompt's blocks for the engine in `description`. Uses the engine's model if it is
-    /// loaded, and memory and a permit are free soon enough. Otherwise the prompt is counted.
+    /// Uses the engine's model if it is loaded, and memory and a permit are free soon enough.
+    /// Otherwise the prompt is counted.
     pub(crate) async fn blocks(
         &self,
         prompt: &Prompt,
@@ -153,7 +133,6 @@ impl Models {
         .await
     }
 
-    /// Makes a prompt's blocks from its bytes or its token ids.
     async fn untokenized_blocks(
         &self,
         prompt: &Prompt,
@@ -170,8 +149,7 @@ impl Models {
         self.reading.run(&sharer.name, make).await
     }
 
-    /// Waits a short time for a permit to tokenize a prompt, and takes the memory to read its body.
-    /// Counts the prompt if it gets none.
+    /// Also takes the memory to read the body. Counts the prompt if it gets none.
     async fn permit(&self, memory: &TokenizerMemory, body_bytes: usize) -> Option<Permit> {
         let is_long = body_bytes >= LONG_BODY_BYTES_MIN;
         let permits = if is_long { &self.long_permits } else { &self.short_permits };
@@ -183,8 +161,8 @@ impl Models {
         Some(Permit { _prompt: permit, _memory: memory.take_to_read(body_bytes)? })
     }
 
-    /// Whether a prompt certainly has more tokens than the engine in `description` takes. Each
-    /// client has one prompt counted at a time. `false` if the engine's model isn't loaded.
+    /// Whether a prompt certainly has more tokens than the engine takes. `false` if the engine's
+    /// model isn't loaded. Each client has one prompt counted at a time.
     ///
     /// At most half of the processors count at once, and each needs the memory of a body's text, or
     /// 8 times that for a chat.
@@ -214,8 +192,6 @@ impl Models {
         self.places.run(&sharer.name, count).await
     }
 
-    /// Returns the token ids that the engine in `description` makes of a prompt. Returns `None` if
-    /// that isn't possible or takes too long.
     pub(crate) async fn token_ids(
         &self,
         prompt: &Prompt,
@@ -238,17 +214,14 @@ impl Models {
         .await
     }
 
-    /// Returns the model of an agent's engine, if it is loaded.
     fn loaded_model(&self, description: &Description) -> Option<Arc<Model>> {
         self.loaded.load().get(&description.model_files?.hash).cloned()
     }
 
-    /// Whether the model with these files is loaded.
     fn has_loaded(&self, hash: &FilesHash) -> bool {
         self.loaded.load().contains_key(hash)
     }
 
-    /// Unloads the models whose files no agent reports any more.
     fn retain_reported(&self, reported_files: &ReportedFiles) {
         let loaded = self.loaded.load();
         if !loaded.keys().all(|hash| reported_files.contains_key(hash)) {
@@ -267,16 +240,13 @@ impl Models {
     }
 }
 
-/// What a prompt holds while it is tokenized.
 #[derive(Debug)]
 struct Permit {
     _prompt: OwnedSemaphorePermit,
-    /// The memory to read the body.
     _memory: Share,
 }
 
-/// Runs `tokenize` on a blocking thread, which holds the permit. Returns `None` if that fails or
-/// takes longer than [`TOKENIZE_MAX`].
+/// The thread holds the permit. `None` if `tokenize` fails or takes longer than [`TOKENIZE_MAX`].
 async fn run_blocking<T: Send + 'static>(
     permit: Permit,
     tokenize: impl FnOnce() -> Option<T> + Send + 'static,
@@ -292,16 +262,13 @@ fn unix_s() -> u64 {
     service::clock::unix_ns() / 1_000_000_000
 }
 
-/// The failed fetches of one set of files.
 #[derive(Debug)]
 struct FetchFailures {
     retry_at: Instant,
-    /// The pause between the last failure and `retry_at`.
     pause: Duration,
     failed_tries: usize,
 }
 
-/// Fetches the models that agents report, until `token` is cancelled.
 pub(crate) async fn run(
     models: Arc<Models>,
     view: Arc<View>,
@@ -327,7 +294,6 @@ async fn fetch_forever(models: &Models, view: &View, control_clients: &ControlCl
             !agent_indexes.is_empty() && !models.has_loaded(hash) && is_due(hash)
         });
         let Some((hash, (files, agent_indexes))) = to_fetch else {
-            // Nothing to fetch. Wait for a change in the view, or for the next retry.
             let recheck_at = now() + Duration::from_secs(3600);
             let retry_at =
                 failures.values().map(|failure| failure.retry_at).fold(recheck_at, Instant::min);
@@ -363,8 +329,8 @@ async fn fetch_forever(models: &Models, view: &View, control_clients: &ControlCl
     }
 }
 
-/// Returns the files that agents report, at most [`MODELS_MAX`] sets. The sets with the smallest
-/// hashes count, so that all routers choose the same ones.
+/// At most [`MODELS_MAX`] sets: those with the smallest hashes, so that all routers choose the
+/// same.
 fn reported_files(view: &Snapshot) -> ReportedFiles {
     let mut reported_files = ReportedFiles::new();
     for (agent_index, agent) in view.agents.iter().enumerate() {
@@ -384,19 +350,14 @@ fn reported_files(view: &Snapshot) -> ReportedFiles {
     reported_files
 }
 
-/// Why a model could not be loaded.
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    /// The agent refused to send the files.
     #[error("the agent didn't send its model's files: {}", .0.message())]
     Fetch(tonic::Status),
-    /// Fetching the files took too long.
     #[error("fetching the model's files took longer than {} s", FETCH_MAX.as_secs())]
     FetchTimedOut,
-    /// The files are invalid.
     #[error(transparent)]
     Model(#[from] super::model::Error),
-    /// The code that reads the files panicked.
     #[error("reading the model's files panicked")]
     Panicked(#[source] tokio::task::JoinError),
 }

@@ -1,17 +1,13 @@
 //! Caches the block hashes of tokenized text, so that only a prompt's new text is tokenized. Pure.
 //!
-//! A [`Chain`] hashes a prompt's tokens into routing blocks, which tell where the prompt's KV is
-//! (see [`proto::block`]). A growing conversation sends the same text again with each turn.
 //! [`split_at_marks`] cuts a prompt's text into segments before certain special tokens, the
-//! *marks*. A segment's tokens don't depend on the text before or after the segment. The cache
-//! stores the block hashes of a segment under a key that identifies all the text up to the
-//! segment's end.
+//! *marks*. A segment's tokens don't depend on the text before or after it. The cache holds no
+//! text: it stores the block hashes of a segment under a key that identifies all the text up to its
+//! end.
 //!
 //! Each segment belongs to the client that had it tokenized. If memory is short, the client with
 //! the most cached bytes loses the one that it didn't use for longest. So a client with many
 //! prompts pushes out its own segments only.
-//!
-//! The caller, `model::tokens`, chooses the marks and makes the tokens. The cache holds no text.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -21,32 +17,26 @@ use std::{
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes per entry besides its hashes: the entry itself, and its share of the map and of the queue.
+/// The entry itself, and its share of the map and of the queue, without its hashes.
 const ENTRY_BYTES: usize = 192;
 
 /// Identifies a prompt's text from its beginning to the end of a segment.
 type PrefixKey = u128;
 
-/// The cached segments.
 #[derive(Debug)]
 pub(super) struct SegmentCache {
     entries: HashMap<PrefixKey, Entry>,
-    /// The clients that have entries.
     owners: HashMap<Arc<str>, Owned>,
-    /// The same clients by the memory of their entries, in bytes.
+    /// The same clients by the memory of their entries.
     by_bytes: BTreeSet<(usize, Arc<str>)>,
-    /// Memory of all entries, in bytes.
     bytes: usize,
-    /// The most bytes that `bytes` may be.
     bytes_max: usize,
-    /// Number of prompts looked up so far. The number serves as a clock.
+    /// Number of prompts looked up so far. Serves as a clock.
     lookups: u64,
 }
 
-/// The entries of one client.
 #[derive(Debug, Default)]
 struct Owned {
-    /// Their memory, in bytes.
     bytes: usize,
     /// The key of each entry, once, with the entry's `last_lookup` when its key was queued.
     eviction_queue: VecDeque<(u64, PrefixKey)>,
@@ -54,7 +44,7 @@ struct Owned {
 
 #[derive(Debug)]
 struct Entry {
-    /// The chain of the prompt up to this segment's end.
+    /// Of the prompt up to this segment's end.
     chain: Chain,
     /// The blocks that became full in this segment.
     hashes: Box<[BlockHash]>,
@@ -62,7 +52,6 @@ struct Entry {
     last_lookup: u64,
 }
 
-/// A prompt's beginning, hashed up to the end of a segment.
 #[derive(Debug, Clone)]
 pub(super) struct HashedPrefix {
     key: PrefixKey,
@@ -71,15 +60,13 @@ pub(super) struct HashedPrefix {
 }
 
 impl HashedPrefix {
-    /// Starts at the beginning of a prompt's text. `chain` and `hashes` may hold the tokens that
-    /// precede the text.
+    /// `chain` and `hashes` may hold the tokens that precede the text.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
         let start_parts =
             [chain.last_hash().0, chain.tokens(), chain.partial_sum()].map(u64::to_le_bytes);
         Self { key: xxh3_128(start_parts.as_flattened()), chain, hashes }
     }
 
-    /// Returns the key of this prefix extended by a segment.
     fn key_after(&self, segment: &str) -> PrefixKey {
         let key_parts = [self.key, xxh3_128(segment.as_bytes())].map(u128::to_le_bytes);
         xxh3_128(key_parts.as_flattened())
@@ -98,7 +85,7 @@ impl SegmentCache {
         }
     }
 
-    /// Extends the prefix by the leading `segments` that are cached. Returns the number of these.
+    /// Returns how many of the leading `segments` were cached.
     pub(super) fn extend_by_cached(
         &mut self,
         prefix: &mut HashedPrefix,
@@ -116,7 +103,6 @@ impl SegmentCache {
         segments.len()
     }
 
-    /// Extends the prefix by a segment with these tokens, and caches the segment for `owner`.
     pub(super) fn extend_and_cache(
         &mut self,
         owner: &Arc<str>,
@@ -145,8 +131,8 @@ impl SegmentCache {
         self.evict_to_bound();
     }
 
-    /// Removes entries until they fit into `bytes_max`, each of the client that has most. An entry
-    /// that was used since it was queued goes to the end of the queue instead.
+    /// Evicts from the client that has most. An entry that was used since it was queued goes to the
+    /// end of the queue instead.
     fn evict_to_bound(&mut self) {
         while self.bytes > self.bytes_max {
             let Some((_, owner)) = self.by_bytes.last() else { return };
@@ -164,7 +150,6 @@ impl SegmentCache {
         }
     }
 
-    /// Changes what a client has, and keeps its place by its bytes.
     fn change_owned(&mut self, owner: &Arc<str>, change: impl FnOnce(&mut Owned)) {
         let owned = self.owners.entry(Arc::clone(owner)).or_default();
         self.by_bytes.remove(&(owned.bytes, Arc::clone(owner)));
@@ -198,7 +183,7 @@ impl Entry {
     }
 }
 
-/// Cuts a text before each occurrence of a mark. No mark may be empty or be part of another mark.
+/// No mark may be empty or be part of another mark.
 pub(super) fn split_at_marks<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str> {
     let mut first_characters: Vec<char> =
         marks.iter().filter_map(|mark| mark.chars().next()).collect();

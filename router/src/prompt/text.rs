@@ -1,23 +1,18 @@
 //! Hashes a prompt's text into routing blocks without a tokenizer: four bytes count as one token.
 //!
-//! A routing block is a hashed part of a prompt (see [`proto::block`]). This module is for prompts
-//! whose real tokens the router can't make. Four bytes per token is about what a tokenizer makes of
-//! prose and code. A growing conversation keeps the bytes that it has, so its leading blocks stay
-//! the same. The text is JSON from the request's body. The parent module has validated the JSON, so
-//! it isn't parsed here. No engine has these blocks: the parent module keeps them apart from blocks
-//! of real tokens.
+//! Four bytes per token is about what a tokenizer makes of prose and code. A growing conversation
+//! keeps the bytes that it has, so its leading blocks stay the same. The parent module has
+//! validated the JSON, and keeps these blocks apart from blocks of real tokens, because no engine
+//! has them.
 
 use proto::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Bytes that count as one token.
 const TOKEN_BYTES: usize = 4;
-/// Number of tokens passed to the chain at once.
 const BATCH_TOKENS: usize = 256;
-/// The beginning of the JSON string of an embedded image or file: a quote, then a data URL.
 const DATA_URL_START: &str = "\"data:";
 
-/// Appends JSON texts to the chain until it has `tokens_max` tokens, and ignores the rest. A later
+/// Appends JSON texts until the chain has `tokens_max` tokens, and ignores the rest. A later
 /// request of the same conversation may have a longer last text.
 pub(super) fn push_texts(
     texts: &[&str],
@@ -37,14 +32,12 @@ pub(super) fn push_texts(
     push_text(stable_text, tokens_max, chain, hashes);
 }
 
-/// Appends one text, with a digest in place of each data URL: an image costs far fewer tokens than
-/// its bytes.
+/// Puts a digest in the place of each data URL: an image costs far fewer tokens than its bytes.
 fn push_text(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
     while let Some(quote_index) = text.find(DATA_URL_START) {
         push_bytes(&text.as_bytes()[..quote_index], tokens_max, chain, hashes);
         let after_quote = &text[quote_index + 1..];
-        // A data URL contains no quotes. A data URL without a closing quote goes on to the end of
-        // the text.
+        // A data URL contains no quotes. Without a closing quote it goes on to the end of the text.
         let url_bytes = after_quote.find('"').unwrap_or(after_quote.len());
         let digest = xxh3_64(&after_quote.as_bytes()[..url_bytes]).to_le_bytes();
         push_bytes(&digest, tokens_max, chain, hashes);
@@ -53,8 +46,8 @@ fn push_text(mut text: &str, tokens_max: u64, chain: &mut Chain, hashes: &mut Ve
     push_bytes(text.as_bytes(), tokens_max, chain, hashes);
 }
 
-/// Appends bytes as tokens. Leaves out up to three bytes at the end that don't fill a token: the
-/// token would change when the text grows.
+/// Leaves out up to three bytes at the end that don't fill a token: the token would change when the
+/// text grows.
 fn push_bytes(bytes: &[u8], tokens_max: u64, chain: &mut Chain, hashes: &mut Vec<BlockHash>) {
     let tokens_left =
         usize::try_from(tokens_max.saturating_sub(chain.tokens())).unwrap_or(usize::MAX);

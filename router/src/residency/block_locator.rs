@@ -1,11 +1,7 @@
 //! Divides the prompt of a turn into blocks, and counts how many of them each worker has.
 //!
-//! A turn is one request and its answer, and a block is a fixed number of tokens of the prompt. A
-//! worker is one rank of an engine. A resident block is one whose KV a worker has in its cache. If
-//! a worker's agent reports the resident blocks, the counts come from the KV index, which follows
-//! these reports. Otherwise they come from the learned prompts, which this router sent to the
-//! worker before. The tasks of turns call this module before they ask `placement`, which turns the
-//! counts into costs.
+//! If a worker's agent reports the resident blocks, the counts come from the KV index. Otherwise
+//! they come from the learned prompts, which this router sent to the worker before.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -27,25 +23,21 @@ use crate::{
     shares::Sharer,
 };
 
-/// The learned prompts get the memory of the KV index divided by this number. They are fewer blocks
-/// than all resident blocks, because they are only what this router has sent.
+/// The learned prompts get the memory of the KV index divided by this number: they are only what
+/// this router has sent.
 const LEARNED_BYTES_DIVISOR: usize = 4;
 
-/// A turn's blocks and how many of them each worker has.
 #[derive(Debug)]
 pub(crate) struct TurnBlocks {
     blocks: Blocks,
-    /// By worker number: how many of the leading blocks the worker has.
     overlap: Overlap,
 }
 
 impl TurnBlocks {
-    /// Returns the hashes of the blocks, from the beginning of the prompt.
     pub(crate) fn chain(&self) -> &[BlockHash] {
         &self.blocks.hashes
     }
 
-    /// Returns the prompt in the form that placement takes.
     pub(crate) fn prompt_overlap(&self) -> PromptOverlap<'_> {
         PromptOverlap {
             tokens: self.blocks.tokens,
@@ -55,7 +47,6 @@ impl TurnBlocks {
     }
 }
 
-/// Knows which worker has which blocks, as far as that is reported or learned.
 #[derive(Debug)]
 pub(crate) struct BlockLocator {
     kv_index: Arc<KvIndex>,
@@ -64,7 +55,6 @@ pub(crate) struct BlockLocator {
     sent_prompts: Mutex<SentPrompts>,
 }
 
-/// The prompts that this router sent to workers.
 #[derive(Debug)]
 struct SentPrompts {
     learned: LearnedPrompts,
@@ -74,8 +64,6 @@ struct SentPrompts {
 }
 
 impl BlockLocator {
-    /// Creates a locator that reads the index `kv_index` and has no learned prompts yet.
-    /// `bytes_max` is the memory bound of that index, in bytes.
     pub(crate) fn new(kv_index: Arc<KvIndex>, models: Arc<Models>, bytes_max: usize) -> Self {
         let sent_prompts = SentPrompts {
             learned: LearnedPrompts::new(bytes_max / LEARNED_BYTES_DIVISOR),
@@ -84,29 +72,27 @@ impl BlockLocator {
         Self { kv_index, models, sent_prompts: Mutex::new(sent_prompts) }
     }
 
-    /// Whether the worker's agent reports all resident blocks. Takes no lock.
+    /// Takes no lock.
     pub(crate) fn reports_blocks(&self, worker: WorkerRef) -> bool {
         worker.number().is_some_and(|number| self.kv_index.is_live(number))
     }
 
-    /// Whether the turn's count for the worker can be trusted. A count of 0 can be trusted only if
-    /// the worker's agent reports its blocks. Otherwise the worker may have blocks that this router
-    /// doesn't know of. Takes no lock.
+    /// A count of 0 can be trusted only if the worker's agent reports its blocks. Otherwise the
+    /// worker may have blocks that this router doesn't know of. Takes no lock.
     pub(crate) fn can_trust_count(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let Some(number) = worker.number() else { return false };
         self.reports_same_blocks(turn_blocks, worker)
             || turn_blocks.overlap.device_blocks(number) > 0
     }
 
-    /// Whether the worker's agent reports all resident blocks, with the hashes and the size of the
-    /// turn's blocks.
+    /// Whether the agent reports all resident blocks, with the hashes and the size of the turn's
+    /// blocks.
     fn reports_same_blocks(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
         let block_tokens = turn_blocks.blocks.block_tokens.get();
         turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live_with(worker, block_tokens)
     }
 
-    /// Returns the number of leading prompt tokens that the worker has on its device, as its agent
-    /// reports. `None` if the agent doesn't report that.
+    /// Leading tokens that the worker has on its device. `None` if its agent doesn't report that.
     pub(crate) fn reported_tokens(
         &self,
         turn_blocks: &TurnBlocks,
@@ -118,11 +104,9 @@ impl BlockLocator {
         Some((blocks * u64::from(block_tokens.get())).min(tokens))
     }
 
-    /// Returns the token ids of a placed turn's prompt, if they are certainly those that the engine
-    /// makes of the prompt.
-    ///
-    /// Returns `None` if that isn't certain, if tokenizing takes too long, or if the engine keeps
-    /// the prompt's KV apart from other KV of the same tokens.
+    /// The token ids of a placed turn's prompt, if they are certainly the engine's. `None` also if
+    /// tokenizing takes too long, or if the engine keeps the prompt's KV apart from other KV of the
+    /// same tokens.
     pub(crate) async fn token_ids(
         &self,
         prompt: &Prompt,
@@ -143,15 +127,14 @@ impl BlockLocator {
         is_same_length.then_some(token_ids)
     }
 
-    /// Whether any agent has reported the first of these blocks.
     fn is_first_block_reported(&self, blocks: &Blocks) -> bool {
         let mut overlap = Overlap::default();
         self.kv_index.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
         overlap.is_first_block_on_a_device()
     }
 
-    /// Returns the longest context of the turn's workers, in tokens, if the prompt certainly has
-    /// more tokens than that. Counts the tokens only if the prompt has far more bytes than usual.
+    /// The longest context of the turn's workers, if the prompt certainly has more tokens than
+    /// that. Counts the tokens only if the prompt has far more bytes than usual.
     pub(crate) async fn context_if_over(
         &self,
         prompt: &Prompt,
@@ -175,8 +158,7 @@ impl BlockLocator {
         is_over.then_some(context_tokens)
     }
 
-    /// Makes the turn's blocks and counts them on each worker. Returns `None` if no blocks can be
-    /// made of the prompt, or if no engine is known yet.
+    /// `None` if no blocks can be made of the prompt, or if no engine is known yet.
     pub(crate) async fn locate(
         &self,
         prompt: &Prompt,
@@ -215,7 +197,6 @@ impl BlockLocator {
         overlap
     }
 
-    /// Records that a worker has accepted a turn, so that the worker will have the turn's blocks.
     pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
         if turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live(number) {
@@ -237,7 +218,6 @@ impl BlockLocator {
     }
 }
 
-/// Returns the agents, with their facts, of the workers that can serve a turn's model.
 fn serving_workers<'a>(
     view: &'a Snapshot,
     model: Option<&'a str>,

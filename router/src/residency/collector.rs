@@ -1,7 +1,4 @@
-//! Exports metrics of the index of resident blocks to Prometheus.
-//!
-//! A block is a fixed number of tokens of a prompt. It is resident on the workers that have its KV
-//! in their cache. The index finds these workers. Its figures are read at each scrape.
+//! Exports metrics of the index of resident blocks to Prometheus, read at each scrape.
 
 use std::sync::Arc;
 
@@ -20,7 +17,6 @@ use prometheus_client::{
 use super::{kv_index::KvIndex, kv_stream::KvPhase};
 use crate::{fleet::view::View, metrics::StateLabel};
 
-/// Collects the metrics of the index and of the agents' streams that fill it.
 #[derive(Debug)]
 pub(crate) struct KvIndexCollector {
     pub(crate) view: Arc<View>,

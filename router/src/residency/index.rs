@@ -1,24 +1,14 @@
-//! Finds how many leading blocks of a prompt each worker has in its KV cache.
+//! Finds how many leading blocks of a prompt each worker has in its KV cache. Pure.
 //!
-//! This is the overlap index, from which placement learns how much of a prompt a worker needn't
-//! compute. A block is a fixed number of tokens, and its hash covers all tokens of the prompt up to
-//! the block's end. A chain is the sequence of blocks of a prompt. A worker is one rank of an
-//! engine. The index knows each worker by a small number. A worker has a block on its device (GPU
-//! memory), on its host (CPU memory) or on both. The module is pure. [`SharedIndex`] wraps the
-//! index for many reading threads and one writer.
+//! The hash of a block covers all tokens of the prompt up to the block's end. A chain is the
+//! sequence of blocks of a prompt. A worker has a block on its device (GPU memory), on its host
+//! (CPU memory) or on both. The index doesn't check the order of reports.
 //!
-//! Stores and removals come in; counts by worker come out. `kv_index` fills one index from the
-//! agents' reports, and `learned` fills another from the prompts that this router sent. The index
-//! doesn't check the order of reports (`kv_stream` does) and doesn't choose workers (`placement`).
-//!
-//! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain), and how
-//!   much of each run every worker has. A [`proto::table`] finds the run of a block; its doc says
-//!   why it is our own code.
-//! - `worker_set`: how much of one run each worker has.
+//! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain). A
+//!   [`proto::table`] finds the run of a block; its doc says why it is our own code.
 //! - `slots`: the numbers that stand for workers in the tree. If a worker loses all its blocks, its
-//!   slot ends, and the worker's next blocks get another slot. A sweep removes the blocks of ended
-//!   slots from the tree, a few runs at a time.
-//! - `lru`: the order in which runs are dropped when memory is short.
+//!   slot ends, and its next blocks get another slot. A sweep removes the blocks of ended slots
+//!   from the tree, a few runs at a time.
 
 mod lru;
 mod shared;
@@ -37,35 +27,27 @@ use self::{
 };
 use crate::fleet::worker::WORKER_NUMBERS_MAX;
 
-/// Number of runs that each change to the index also sweeps, as long as the tree may have blocks of
-/// ended slots. A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to
-/// each change.
+/// Number of runs that each change also sweeps, as long as the tree may have blocks of ended slots.
+/// A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to each.
 const SWEEP_RUNS_PER_CHANGE: usize = 16;
-/// Maximum number of workers. Each worker needs two of the 65,535 slots, one that look-ups read and
-/// one for a snapshot in progress. The others have ended and are being swept.
+/// Each worker needs two of the 65,535 slots, one that look-ups read and one for a snapshot in
+/// progress. The others have ended and are being swept.
 pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
 
-/// The size of the index and its counters.
+/// The counters count since the index was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IndexStats {
-    /// Number of distinct blocks.
     pub blocks: u64,
-    /// Number of runs. A run is an unbranched part of a chain.
     pub runs: u64,
-    /// Memory in use, in bytes.
     pub bytes: u64,
-    /// Number of blocks dropped because memory was short, since the index was created. A block on
-    /// two workers counts twice.
+    /// Because memory was short. A block on two workers counts twice.
     pub dropped_blocks: u64,
-    /// Number of blocks not stored because the index didn't have their parent, since the index was
-    /// created.
+    /// Not stored because the index didn't have their parent.
     pub orphan_blocks: u64,
-    /// Number of stores that stopped early because a block can't follow its predecessor, since the
-    /// index was created.
+    /// Stores that stopped early because a block can't follow its predecessor.
     pub contradictions: u64,
 }
 
-/// The index of resident blocks, of all workers.
 #[derive(Debug)]
 pub struct Index {
     tree: Tree,
@@ -78,27 +60,25 @@ pub struct Index {
     contradictions: u64,
 }
 
-/// The result of a look-up: the number of leading blocks of the prompt that each worker has. The
-/// next look-up can overwrite it, to reuse its allocations.
+/// The number of leading blocks of the prompt that each worker has. The next look-up can overwrite
+/// it, to reuse its allocations.
 #[derive(Debug, Clone, Default)]
 pub struct Overlap {
-    /// By worker: its slot.
+    /// By worker.
     slots: Vec<u16>,
-    /// By slot: number of leading blocks on the device.
+    /// By slot.
     device_blocks: Vec<u32>,
-    /// By slot: number of leading blocks on the device or host. Empty if the index has no block on
-    /// any host, because then `device_blocks` has the same numbers.
+    /// By slot, on the device or host. Empty if the index has no block on any host, because then
+    /// `device_blocks` has the same numbers.
     any_tier_blocks: Vec<u32>,
 }
 
 impl Overlap {
-    /// Returns the number of leading blocks resident on the worker's device.
     #[must_use]
     pub fn device_blocks(&self, worker: usize) -> u32 {
         self.count_for(worker, &self.device_blocks)
     }
 
-    /// Returns the number of leading blocks resident on the worker's device or host.
     #[must_use]
     pub fn any_tier_blocks(&self, worker: usize) -> u32 {
         self.count_for(
@@ -111,13 +91,11 @@ impl Overlap {
         )
     }
 
-    /// Whether any worker has the prompt's first block on its device.
     #[must_use]
     pub fn is_first_block_on_a_device(&self) -> bool {
         self.device_blocks.iter().any(|blocks| *blocks > 0)
     }
 
-    /// Replaces the counts of the workers that `is_replaced` selects by those of `other`.
     pub fn replace_counts(&mut self, other: &Self, is_replaced: impl Fn(usize) -> bool) {
         let worker_count = self.slots.len().max(other.slots.len());
         let merge = |count: fn(&Self, usize) -> u32| {
@@ -131,7 +109,6 @@ impl Overlap {
         *self = Self { slots, device_blocks, any_tier_blocks };
     }
 
-    /// Returns a worker's count from `slot_counts`, which is indexed by slot.
     fn count_for(&self, worker: usize, slot_counts: &[u32]) -> u32 {
         let slot = self.slots.get(worker).copied();
         slot.and_then(|slot| slot_counts.get(usize::from(slot))).copied().unwrap_or(0)
@@ -139,7 +116,7 @@ impl Overlap {
 }
 
 impl Index {
-    /// Creates an empty index that uses about `bytes_max` bytes at most.
+    /// Uses about `bytes_max` bytes at most.
     #[must_use]
     pub fn new(bytes_max: usize) -> Self {
         Self {
@@ -153,7 +130,6 @@ impl Index {
         }
     }
 
-    /// Counts the leading blocks of a chain that are resident on each worker.
     pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         let Overlap { slots, device_blocks, any_tier_blocks } = overlap;
         slots.clear();
@@ -168,11 +144,9 @@ impl Index {
         self.tree.look_up(chain, device_blocks, any_tier_blocks);
     }
 
-    /// Records that a worker has `blocks`, which follow `parent` or, without a parent, begin a
-    /// chain.
+    /// The blocks follow `parent` or, without a parent, begin a chain.
     ///
-    /// # Panics
-    /// If `worker` is not below [`WORKERS_MAX`].
+    /// # Panics If `worker` is not below [`WORKERS_MAX`].
     pub fn store(
         &mut self,
         worker: usize,
@@ -194,7 +168,7 @@ impl Index {
         self.sweep_and_shrink();
     }
 
-    /// Records that a worker no longer has `blocks`. Blocks that it didn't have are ignored.
+    /// Blocks that the worker didn't have are ignored.
     pub fn remove(&mut self, worker: usize, tier: Tier, blocks: &[BlockHash]) {
         if let Some(slot) = self.slots.write_slot(worker) {
             self.tree.remove(Holder { slot, tier }, blocks);
@@ -202,18 +176,16 @@ impl Index {
         self.sweep_and_shrink();
     }
 
-    /// Records that a worker has no blocks, because it was lost or its cache is empty. A snapshot
-    /// in progress is discarded, too.
+    /// For a worker that was lost or whose cache is empty. Also discards a snapshot in progress.
     pub fn clear(&mut self, worker: usize) {
         self.slots.end_slots(worker);
         self.sweep_and_shrink();
     }
 
-    /// Begins a snapshot of a worker's blocks. Later stores and removals change the snapshot only.
-    /// Look-ups see the worker's previous blocks until [`Self::finish_snapshot`].
+    /// Later stores and removals change the snapshot only. Look-ups see the worker's previous
+    /// blocks until [`Self::finish_snapshot`].
     ///
-    /// # Panics
-    /// If `worker` is not below [`WORKERS_MAX`].
+    /// # Panics If `worker` is not below [`WORKERS_MAX`].
     pub fn begin_snapshot(&mut self, worker: usize) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
         self.sweep_until_a_slot_is_free();
@@ -223,19 +195,17 @@ impl Index {
         self.sweep_and_shrink();
     }
 
-    /// Completes the snapshot, which replaces the worker's previous blocks.
     pub fn finish_snapshot(&mut self, worker: usize) {
         self.slots.finish_snapshot(worker);
         self.sweep_and_shrink();
     }
 
-    /// Returns the number of blocks resident on a worker. A block on both tiers counts twice.
+    /// A block on both tiers counts twice.
     #[must_use]
     pub fn resident_blocks(&self, worker: usize) -> u64 {
         self.slots.read_slot(worker).map_or(0, |slot| self.tree.resident_blocks(slot))
     }
 
-    /// Returns the size of the index and its counters.
     #[must_use]
     pub fn stats(&self) -> IndexStats {
         IndexStats {
@@ -248,10 +218,6 @@ impl Index {
         }
     }
 
-    /// Checks the whole index, for tests.
-    ///
-    /// # Panics
-    /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.tree.check_invariants();
         assert!(
@@ -264,8 +230,7 @@ impl Index {
         self.tree.bytes() + self.slots.bytes()
     }
 
-    /// Sweeps a few runs. While memory is above the bound, drops the leaf run that was used longest
-    /// ago.
+    /// While memory is above the bound, drops the leaf run that was used longest ago.
     fn sweep_and_shrink(&mut self) {
         self.sweep();
         while self.bytes() > self.bytes_max {
@@ -275,15 +240,14 @@ impl Index {
         }
     }
 
-    /// Sweeps the whole tree if slots have ended faster than the sweep went on: an agent's engine
-    /// may lose its blocks again and again.
+    /// Slots may end faster than the sweep goes on: an agent's engine may lose its blocks again and
+    /// again.
     fn sweep_until_a_slot_is_free(&mut self) {
         while !self.slots.has_free() {
             self.sweep();
         }
     }
 
-    /// Removes the blocks of ended slots from the next [`SWEEP_RUNS_PER_CHANGE`] runs.
     fn sweep(&mut self) {
         if !self.slots.has_ended_slots() {
             return;

@@ -1,10 +1,7 @@
 //! Follows the agents' streams of resident blocks, and keeps the overlap index up to date.
 //!
-//! The overlap index finds how many leading blocks of a prompt each worker has. One task per agent
-//! reads the agent's stream. It has a connection of its own, so that blocks and load reports don't
-//! delay each other. `kv_stream` checks the order of each stream, and the changes go to the index.
-//! `block_locator` looks prompts up, and the HTTP API shows each worker's state. This module makes
-//! no placement decisions.
+//! The task of each agent has a connection of its own, so that blocks and load reports don't delay
+//! each other.
 
 use std::{
     collections::HashMap,
@@ -39,16 +36,14 @@ use crate::{
     },
 };
 
-/// Maximum number of blocks in one change to the index. Look-ups have to wait meanwhile, about
-/// 20 µs for this number of blocks.
+/// Look-ups have to wait for a change, about 20 µs for this number of blocks.
 const BLOCKS_PER_CHANGE_MAX: usize = 512;
 /// Least time between two resets of a rank. The stream of an agent whose engine loses its blocks
 /// more often, or says so, is read more slowly. Each reset costs the index a slot.
 const RESET_INTERVAL_MIN: Duration = Duration::from_millis(250);
-/// Largest message accepted, in bytes. Agents send at most 256 KiB.
+/// Agents send at most 256 KiB.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
-/// The overlap index, and the state of each agent's stream.
 #[derive(Debug)]
 pub(crate) struct KvIndex {
     index: SharedIndex,
@@ -59,26 +54,23 @@ pub(crate) struct KvIndex {
     live_flags: Vec<AtomicBool>,
 }
 
-/// The state of one agent's stream.
 #[derive(Debug, Default)]
 struct StreamState {
-    /// By rank: whether the rank's blocks are known. Empty while there is no stream.
+    /// Empty while there is no stream.
     phases: HashMap<u32, KvPhase>,
     /// Why there is no stream. `None` before the first stream and after an event.
     loss_reason: Option<String>,
 }
 
-/// What is known of one worker's resident blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct WorkerKv {
     #[serde(flatten)]
     pub(crate) phase: KvPhase,
-    /// Number of resident blocks. A block on both the device and the host counts twice.
+    /// A block on both the device and the host counts twice.
     pub(crate) resident_blocks: u64,
 }
 
 impl KvIndex {
-    /// Creates an empty index of about `bytes_max` bytes at most.
     pub(crate) fn new(bytes_max: usize) -> Self {
         Self {
             index: SharedIndex::new(Index::new(bytes_max)),
@@ -87,23 +79,19 @@ impl KvIndex {
         }
     }
 
-    /// Whether all resident blocks of the worker with this number are known.
     pub(crate) fn is_live(&self, worker_number: usize) -> bool {
         self.live_flags.get(worker_number).is_some_and(|is_live| is_live.load(Ordering::Relaxed))
     }
 
-    /// Whether all resident blocks of the worker are known, in blocks of `block_tokens` tokens.
     pub(crate) fn is_live_with(&self, worker: WorkerRef, block_tokens: u32) -> bool {
         let stream_state = self.stream_states[worker.agent].load();
         stream_state.phases.get(&worker.dp_rank) == Some(&KvPhase::Live { block_tokens })
     }
 
-    /// Counts the leading blocks of a chain that are resident on each worker.
     pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.index.look_up(chain, overlap);
     }
 
-    /// Returns what is known of a worker's resident blocks.
     pub(crate) fn worker_kv(&self, worker: WorkerRef) -> WorkerKv {
         let stream_state = self.stream_states[worker.agent].load();
         let loss_reason = stream_state.loss_reason.as_deref();
@@ -115,12 +103,10 @@ impl KvIndex {
         WorkerKv { phase, resident_blocks: worker.number().map_or(0, count_blocks) }
     }
 
-    /// Returns the size of the index and its counters.
     pub(crate) fn stats(&self) -> IndexStats {
         self.index.read(Index::stats)
     }
 
-    /// Applies one change of an agent's stream to the index.
     fn apply(&self, agent: usize, RankChange { dp_rank, change }: RankChange) {
         // A rank beyond the index's range has no number, so its turns are placed without overlap.
         let Some(worker_number) = (WorkerRef { agent, dp_rank }).number() else { return };
@@ -155,7 +141,7 @@ impl KvIndex {
         }
     }
 
-    /// Discards all blocks of an agent whose stream is lost. Their changes are no longer reported.
+    /// Changes of these blocks are no longer reported.
     fn discard_agent(&self, agent: usize, why: String) {
         let lost_state = StreamState { phases: HashMap::new(), loss_reason: Some(why) };
         let old_state = self.stream_states[agent].swap(Arc::new(lost_state));
@@ -166,7 +152,6 @@ impl KvIndex {
         }
     }
 
-    /// Forgets an agent that has left the fleet.
     pub(crate) fn forget_agent(&self, agent: usize) {
         self.discard_agent(agent, String::new());
         self.stream_states[agent].store(Arc::default());
@@ -178,12 +163,10 @@ impl KvIndex {
     }
 }
 
-/// When the ranks of a stream were reset.
 #[derive(Debug, Default)]
 struct ResetPace(HashMap<u32, Instant>);
 
 impl ResetPace {
-    /// Waits, if the change is a reset that comes too soon after the rank's last one.
     async fn wait_before(&mut self, RankChange { dp_rank, change }: &RankChange) {
         if !matches!(change, Change::Reset { .. }) {
             return;
@@ -195,18 +178,15 @@ impl ResetPace {
     }
 }
 
-/// The task that follows the stream of one agent.
 #[derive(Debug)]
 pub(crate) struct KvWatcher {
     pub(crate) agent: usize,
     pub(crate) dialer: AgentDialer,
-    /// The longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
     pub(crate) kv_index: Arc<KvIndex>,
 }
 
 impl KvWatcher {
-    /// Follows the agent's stream until it is cancelled.
     pub(crate) async fn run(self, token: CancellationToken) {
         tokio::select! {
             biased;
@@ -228,7 +208,7 @@ impl KvWatcher {
                 }
                 self.kv_index.discard_agent(self.agent, why);
             } else {
-                // The stream was live, so its blocks are kept for a quick reconnect. They are
+                // The blocks of a stream that was live are kept for a quick reconnect. They are
                 // discarded if the next stream ends before any of its ranks is live.
                 backoff.reset();
                 logged_reason.clear();
@@ -237,7 +217,6 @@ impl KvWatcher {
         }
     }
 
-    /// Follows one stream to its end. Returns why it ended.
     async fn follow_once(&self, checker: &mut KvStreamChecker) -> String {
         let open_stream = async {
             let client = self.dialer.connect().await?.client;

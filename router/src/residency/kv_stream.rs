@@ -1,11 +1,10 @@
 //! Checks that one agent's stream of resident blocks is complete and in order, for the router.
+//! Pure.
 //!
-//! An agent reports which blocks of KV are resident on each rank of its engine. All events of a
-//! stream must have the same epoch (one life of the agent's process) and consecutive sequence
-//! numbers from 0. The first change of each rank must be a reset, which begins a snapshot, or say
-//! that the rank's blocks are unknown. An event that breaks these rules ends the stream. The next
-//! stream begins with snapshots again. `kv_index` reads the streams and applies the changes that
-//! this module returns. The module is pure.
+//! All events of a stream must have the same epoch and consecutive sequence numbers from 0. The
+//! first change of each rank must be a reset, which begins a snapshot, or say that the rank's
+//! blocks are unknown. An event that breaks these rules ends the stream. The next one begins with
+//! snapshots again.
 
 use std::collections::HashMap;
 
@@ -16,72 +15,53 @@ use proto::{
 };
 use serde::Serialize;
 
-/// Why a stream can't be followed any further.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Error {
     /// An event is missing or came twice.
     #[error("expected event {want} but received event {got}")]
     Gap {
-        /// The expected sequence number.
         want: u64,
-        /// The received sequence number.
         got: u64,
     },
-    /// The agent process behind the stream changed.
     #[error("the epoch changed from {from} to {to}")]
     EpochChanged {
-        /// The epoch of the previous events.
         from: u64,
-        /// The epoch of this event.
         to: u64,
     },
     /// A rank's blocks changed without a reset before, or its snapshot ended without a beginning.
     #[error("received a change of rank {0} without a reset before it")]
     NoReset(u32),
-    /// The agent reports more than [`RANKS_MAX`] ranks.
     #[error("received resident blocks of more than {RANKS_MAX} ranks")]
     TooManyRanks,
-    /// An event that can't be decoded.
     #[error("received an invalid event")]
     Invalid(#[from] kv::Error),
 }
 
-/// Whether the router knows the resident blocks of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub(crate) enum KvPhase {
     /// The snapshot has begun but isn't complete.
     Snapshot {
-        /// Tokens per block.
         block_tokens: u32,
     },
     /// All resident blocks are known.
     Live {
-        /// Tokens per block.
         block_tokens: u32,
     },
-    /// The resident blocks are unknown.
     Unknown {
-        /// The reason, for an operator.
         reason: String,
     },
 }
 
-/// The checks of one stream.
 #[derive(Debug, Default)]
 pub(super) struct KvStreamChecker {
     epoch: u64,
-    /// The sequence number that the next event must have.
     next_sequence: u64,
-    /// By rank. A rank without any change is absent.
+    /// A rank without any change is absent.
     phases: HashMap<u32, KvPhase>,
 }
 
 impl KvStreamChecker {
-    /// Checks the next event and returns its changes, in order.
-    ///
-    /// # Errors
-    /// If the event breaks the order, so that a new stream is needed.
     pub(super) fn accept(&mut self, event: v1::KvEvent) -> Result<Vec<RankChange>, Error> {
         if event.sequence != self.next_sequence {
             return Err(Error::Gap { want: self.next_sequence, got: event.sequence });
@@ -100,13 +80,11 @@ impl KvStreamChecker {
         Ok(changes)
     }
 
-    /// Returns the phase of each rank. Ranks without any event are absent.
     #[must_use]
     pub(super) fn phases(&self) -> &HashMap<u32, KvPhase> {
         &self.phases
     }
 
-    /// Changes the phase of a rank as `change` says, or returns why the change can't come now.
     fn update_phase(&mut self, RankChange { dp_rank, change }: &RankChange) -> Result<(), Error> {
         let old_phase = self.phases.get(dp_rank);
         let new_phase = match (change, old_phase) {

@@ -1,17 +1,12 @@
 //! Guesses which blocks of a prompt a worker has, from the prompts that this router sent to it.
 //!
-//! The guess serves workers whose agent doesn't report resident blocks. A block is a fixed number
-//! of tokens. The engine evicts blocks without telling the router. So this module forgets the
-//! blocks of each worker as an engine would: when they exceed the worker's pool of KV, the end of
-//! the prompt that was unused for longest goes first. The module is pure.
+//! For workers whose agent doesn't report resident blocks. Pure. The engine evicts blocks without
+//! telling the router. So this module forgets blocks as an engine would: when they exceed the
+//! worker's pool, the end of the prompt that was unused for longest goes first.
 //!
-//! `block_locator` records each prompt that was sent, and asks for the counts. Workers whose agent
-//! reports its blocks are in `kv_index` instead.
-//!
-//! The prompts of one worker form a tree of stretches. A stretch is a number of consecutive blocks
-//! without a branch. A new prompt adds one stretch with the blocks that weren't known before. So a
-//! conversation has one stretch per turn, and its next turn visits each of them once. An [`Index`]
-//! that only this module uses finds how much of a prompt each worker has.
+//! The prompts of one worker form a tree of stretches: consecutive blocks without a branch. A new
+//! prompt adds one stretch. So a conversation has one stretch per turn, and its next turn visits
+//! each of them once.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -20,62 +15,50 @@ use proto::block::{BlockHash, Tier};
 use super::index::{Index, Overlap};
 use crate::prompt::Blocks;
 
-/// The prompts that all workers were given.
 #[derive(Debug)]
 pub struct LearnedPrompts {
     index: Index,
     workers: Vec<WorkerPrompts>,
-    /// Number of prompts recorded so far. It serves as the clock for times of use.
+    /// Serves as the clock for times of use.
     prompts_recorded: u64,
 }
 
-/// The prompts that one worker was given, as a tree of stretches.
 #[derive(Debug, Default)]
 struct WorkerPrompts {
     stretches: HashMap<StretchId, Stretch>,
-    /// The stretch that begins with a block.
     by_first_block: HashMap<BlockHash, StretchId>,
-    /// The stretches without children, by time of last use and id.
+    /// By time of last use.
     leaves: BTreeSet<(u64, StretchId)>,
-    /// Number of tokens in all stretches.
     tokens: u64,
-    /// The newest id; 0 if none was given.
     last_id: StretchId,
 }
 
-/// The id of a stretch, never reused for the same worker.
+/// Never reused for the same worker.
 type StretchId = u64;
 
-/// A number of consecutive blocks of a prompt without a branch. It has at least one block.
+/// At least one block.
 #[derive(Debug)]
 struct Stretch {
     blocks: Box<[BlockHash]>,
-    /// Tokens per block.
     block_tokens: u64,
-    /// The stretch before this one. `None` if this one begins a prompt.
+    /// `None` if this stretch begins a prompt.
     parent: Option<StretchId>,
-    /// Number of stretches that directly follow this one.
     child_count: u32,
     /// The value of [`LearnedPrompts::prompts_recorded`] at the last use.
     used_at: u64,
 }
 
 impl LearnedPrompts {
-    /// Creates an empty memory whose index holds about `bytes_max` bytes at most.
     #[must_use]
     pub fn new(bytes_max: usize) -> Self {
         Self { index: Index::new(bytes_max), workers: vec![], prompts_recorded: 0 }
     }
 
-    /// Counts the leading blocks of a prompt that each worker was given.
     pub fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
         self.index.look_up(chain, overlap);
     }
 
-    /// Records that a worker with a pool of `pool_tokens` tokens was given a prompt.
-    ///
-    /// # Panics
-    /// If `worker` is not below [`super::index::WORKERS_MAX`].
+    /// # Panics If `worker` is not below [`super::index::WORKERS_MAX`].
     pub fn record(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
         if self.workers.len() <= worker {
             self.workers.resize_with(worker + 1, WorkerPrompts::default);
@@ -108,7 +91,7 @@ impl LearnedPrompts {
         }
     }
 
-    /// Forgets all prompts of a worker that was lost or whose engine restarted.
+    /// For a worker that was lost or whose engine restarted.
     pub fn clear(&mut self, worker: usize) {
         if let Some(prompts) = self.workers.get_mut(worker) {
             *prompts = WorkerPrompts::default();
@@ -116,17 +99,12 @@ impl LearnedPrompts {
         }
     }
 
-    /// Returns the number of a worker's tokens that are remembered. A prefix that several prompts
-    /// share counts once.
+    /// A prefix that several prompts share counts once.
     #[must_use]
     pub fn tokens(&self, worker: usize) -> u64 {
         self.workers.get(worker).map_or(0, |prompts| prompts.tokens)
     }
 
-    /// Checks all workers and the index, for tests.
-    ///
-    /// # Panics
-    /// If an invariant is broken, with its description.
     pub fn check_invariants(&self) {
         self.index.check_invariants();
         self.workers.iter().for_each(WorkerPrompts::check_invariants);
@@ -134,8 +112,8 @@ impl LearnedPrompts {
 }
 
 impl WorkerPrompts {
-    /// Marks the known part of a chain as used at `used_at`, and splits a stretch that the chain
-    /// leaves halfway. Returns the number of known blocks and the stretch that ends with them.
+    /// Splits a stretch that the chain leaves halfway. Returns the number of known blocks and the
+    /// stretch that ends with them.
     fn mark_used(&mut self, chain: &[BlockHash], used_at: u64) -> (usize, Option<StretchId>) {
         let (mut known_blocks, mut last_stretch) = (0, None);
         while let Some(&id) =
@@ -158,8 +136,7 @@ impl WorkerPrompts {
         (known_blocks, last_stretch)
     }
 
-    /// Splits a stretch after its first `head_len` blocks. The tail keeps the stretch's id and gets
-    /// `tail_used_at` as its time of use. Returns the head's id.
+    /// The tail keeps the stretch's id and gets `tail_used_at`. Returns the head's id.
     fn split(&mut self, id: StretchId, head_len: usize, tail_used_at: u64) -> StretchId {
         let head_id = self.new_id();
         let tail = self.stretches.get_mut(&id).expect("the stretch was just found");
@@ -181,7 +158,6 @@ impl WorkerPrompts {
         head_id
     }
 
-    /// Adds a stretch of new blocks after `parent`.
     fn insert_stretch(
         &mut self,
         blocks: &[BlockHash],
@@ -205,8 +181,6 @@ impl WorkerPrompts {
         self.stretches.insert(id, stretch);
     }
 
-    /// Removes the leaf that was unused for longest. Returns its blocks, or `None` if there is no
-    /// stretch.
     fn remove_oldest_leaf(&mut self) -> Option<Box<[BlockHash]>> {
         let (_, id) = self.leaves.pop_first()?;
         let removed = self.stretches.remove(&id).expect("a leaf is a stretch");

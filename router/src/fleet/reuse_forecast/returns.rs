@@ -1,50 +1,41 @@
 //! Estimates the probability that an idle session returns, from observed idle times. Pure.
 //!
-//! A session *returns* when it sends its next turn, and *ends* when it is closed or forgotten. Idle
-//! times are divided into classes. The estimate is that of Aalen and Johansen: for each class it
-//! takes the sessions whose idle time reached the class, and counts how many of them returned
-//! within the class and how many ended within it. A session that is still idle counts in the
-//! classes that its idle time has passed.
+//! A session *returns* when it sends its next turn, and *ends* when it is closed or forgotten. The
+//! estimate is that of Aalen and Johansen: for each class of idle times it takes the sessions whose
+//! idle time reached the class, and counts how many of them returned within it and how many ended.
+//! A session that is still idle counts in the classes that its idle time has passed.
 //!
-//! The parent module records the observations, and multiplies the tokens of each session by the
-//! estimate. This module knows no sessions.
-//!
-//! While there are few observations, a *prior* decides: the probabilities assumed at the start. It
-//! comes from published *gaps* (idle times between two turns) of coding agents.
+//! While there are few observations, a *prior* decides. It comes from published *gaps* (idle times
+//! between two turns) of coding agents.
 
 use std::time::{Duration, Instant};
 
 use proto::gaps;
 
-/// Lower bounds of the classes of idle time, in seconds. Most classes are narrower than a factor of
-/// two, because clients have timers, so many gaps have the same length.
+/// Lower bounds of the classes. Most classes are narrower than a factor of two, because clients
+/// have timers, so many gaps have the same length.
 const CLASS_BOUNDS_S: [u64; CLASS_COUNT] = [
     0, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 120, 180, 240, 300, 420, 540, 600, 660, 780,
     900, 1200, 1800, 2700, 3600, 7200, 14_400,
 ];
-/// Number of classes.
 const CLASS_COUNT: usize = 30;
 
-/// The prior weighs as much as this number of observed sessions in each class.
+/// The prior weighs as much as so many observed sessions in each class.
 const PRIOR_SESSIONS: f64 = 10.0;
-/// Share of the turns that are the last turn of their session. A session has about 65 turns in the
-/// mean (44 in the median).
+/// Share of the turns that are the last of their session. A session has about 65 turns in the mean
+/// (44 in the median).
 const LAST_TURN_RATIO: f64 = 1.0 / 65.0;
-/// Number of recorded returns beyond which all counts are halved. New observations then weigh more
-/// than old ones, because a fleet's habits change within days.
+/// Recorded returns beyond which all counts are halved. New observations then weigh more than old
+/// ones, because a fleet's habits change within days.
 const RETURNS_MAX: f64 = 20_000.0;
-/// Greatest age of the estimate. Older estimates are computed again. In this time, too few
-/// observations come to change the estimate much.
+/// In this time, too few observations come to change the estimate much.
 const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(5);
 
-/// The observations, and the estimate made from them.
 #[derive(Debug, Clone)]
 pub(in crate::fleet) struct ReturnEstimator {
-    /// By class: number of sessions that returned within it.
     returned_counts: [f64; CLASS_COUNT],
-    /// By class: number of sessions that ended within it.
     ended_counts: [f64; CLASS_COUNT],
-    /// By class: probability, in thousandths, that a session that reached the class returns.
+    /// By class: probability that a session that reached the class returns.
     chance_milli: [u64; CLASS_COUNT],
     /// By class: rate at which a session in the class returns, in millionths per second.
     rate_micro: [u64; CLASS_COUNT],
@@ -66,7 +57,6 @@ impl Default for ReturnEstimator {
 }
 
 impl ReturnEstimator {
-    /// Records that a session returned after being idle for `idle_time`.
     pub(in crate::fleet) fn record_return(&mut self, idle_time: Duration) {
         self.returned_counts[class_of(idle_time)] += 1.0;
         if self.returned_counts.iter().sum::<f64>() > RETURNS_MAX {
@@ -76,13 +66,10 @@ impl ReturnEstimator {
         }
     }
 
-    /// Records that a session was closed or forgotten after being idle for `idle_time`.
     pub(in crate::fleet) fn record_end(&mut self, idle_time: Duration) {
         self.ended_counts[class_of(idle_time)] += 1.0;
     }
 
-    /// Computes the estimate again if it is old. `idle_times` yields the idle times of the sessions
-    /// that are idle now.
     pub(in crate::fleet) fn update_estimate(
         &mut self,
         idle_times: impl Iterator<Item = Duration>,
@@ -100,25 +87,21 @@ impl ReturnEstimator {
         self.estimate(&idle_counts);
     }
 
-    /// Returns the probability, in thousandths, that a session idle for `idle_time` returns.
     pub(in crate::fleet) fn chance_milli(&self, idle_time: Duration) -> u64 {
         self.chance_milli[class_of(idle_time)]
     }
 
-    /// Returns the rate, in millionths per second, at which a session idle for `idle_time` returns.
     pub(in crate::fleet) fn rate_micro(&self, idle_time: Duration) -> u64 {
         self.rate_micro[class_of(idle_time)]
     }
 
-    /// Computes the estimate. `idle_counts` is the number of sessions that are idle now, by class.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "a chance lies between 0 and 1"
     )]
     fn estimate(&mut self, idle_counts: &[f64; CLASS_COUNT]) {
-        // The loop runs from the last class to the first. `passed_count` is the number of sessions
-        // whose idle time passed the whole current class.
+        // `passed_count` is the number of sessions whose idle time passed the whole current class.
         let mut passed_count = 0.0;
         let mut chance = 0.0;
         for class in (0..CLASS_COUNT).rev() {
@@ -137,15 +120,14 @@ impl ReturnEstimator {
     }
 }
 
-/// Returns the width of a class in seconds. The last class has no upper bound. Its width is assumed
-/// to equal its lower bound.
+/// The last class has no upper bound. Its width is assumed to equal its lower bound.
 fn class_width_s(class: usize) -> f64 {
     let lower_s = CLASS_BOUNDS_S[class];
     CLASS_BOUNDS_S.get(class + 1).map_or(lower_s, |upper_s| upper_s - lower_s) as f64
 }
 
-/// Returns the share of sessions that return within a class, of those whose idle time reaches the
-/// class. It comes from the published gaps.
+/// Share of the sessions whose idle time reaches the class that return within it, by the published
+/// gaps.
 fn prior_return_share(class: usize) -> f64 {
     let share_of_longer_gaps = |bound| gaps::longer_share(Duration::from_secs(bound));
     let reaching_share = share_of_longer_gaps(CLASS_BOUNDS_S[class]);

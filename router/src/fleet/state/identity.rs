@@ -23,7 +23,6 @@ use crate::{
 };
 
 impl State {
-    /// Returns why the agent of a slot is rejected with this description, if it is.
     pub(super) fn rejection(
         &self,
         agent_index: usize,
@@ -33,7 +32,7 @@ impl State {
             .or_else(|| self.duplicate(agent_index, description))
     }
 
-    /// Makes an agent count as lost. Returns the reason for the log at the first rejection.
+    /// Returns the reason for the log at the first rejection.
     pub(super) fn reject(
         &mut self,
         agent_index: usize,
@@ -41,8 +40,7 @@ impl State {
         now: Instant,
     ) -> Option<String> {
         let agent = self.agent_mut(agent_index);
-        // The rejected agent reconnects again and again while the reason is there. Only the first
-        // rejection is a warning.
+        // The rejected agent reconnects again and again while the reason is there.
         let (since, is_first) = match &agent.link {
             Link::Lost { since, why: old_why, .. } => (*since, *old_why != why),
             Link::Dialing | Link::Up => (now, true),
@@ -52,8 +50,6 @@ impl State {
         is_first.then_some(why)
     }
 
-    /// Rejects the agents that are up and that are not announced as what they are any more. Returns
-    /// their slots, and the reasons.
     pub(super) fn reject_impostors(&mut self, now: Instant) -> Vec<(usize, String)> {
         let mut rejected = vec![];
         for agent_index in 0..self.view.agents.len() {
@@ -70,8 +66,8 @@ impl State {
         rejected
     }
 
-    /// Returns how an agent differs from its announcements. `None` if it doesn't, or if another
-    /// source lists it: that one names an address, and whoever listens there.
+    /// How an agent differs from its announcements. `None` also if another source lists it: that
+    /// one names an address, and whoever listens there.
     pub(super) fn identity_problem(
         &self,
         agent_index: usize,
@@ -96,7 +92,6 @@ impl State {
         })
     }
 
-    /// Returns that another agent has the same id and keeps it, if one does.
     fn duplicate(&self, agent_index: usize, description: &Description) -> Option<String> {
         let agent_id = &description.agent_id;
         let other = self.others_with_id(agent_index, agent_id).find(|&index| {
@@ -145,7 +140,7 @@ impl State {
         })
     }
 
-    /// Whether another source than announcements lists the agent.
+    /// By another source than announcements.
     fn is_listed(&self, agent_index: usize) -> bool {
         self.membership.sources(agent_index).iter().any(|source| *source != Source::Announce)
     }
@@ -154,7 +149,6 @@ impl State {
         self.membership.sources(agent_index) == [Source::Announce]
     }
 
-    /// Returns the slots of the other agents of the fleet that described themselves with this id.
     fn others_with_id(&self, agent_index: usize, agent_id: &str) -> impl Iterator<Item = usize> {
         let agents = self.view.agents.iter().enumerate();
         agents.filter_map(move |(index, agent)| {

@@ -1,7 +1,4 @@
 //! Lets agents join and leave the fleet's state, as their sources say. Pure.
-//!
-//! The membership decides who is in the fleet and which slot each agent has. The functions here
-//! apply its decisions to the view: they add agents, let them leave, and forget them.
 
 use std::{
     collections::BTreeSet,
@@ -19,11 +16,10 @@ use crate::{
 };
 
 /// Least time for which an agent that is heard keeps its slot after it has left its sources. A file
-/// that is written anew, or an answer of DNS without all addresses, is usually complete again by
-/// then.
+/// that is written anew, or an answer of DNS without all addresses, is usually complete by then.
 const LEAVING_TIME_MIN: Duration = Duration::from_secs(5);
 
-/// Returns the sources that list agents soon after the start. Agents announce themselves later.
+/// Agents announce themselves later.
 pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
     let table = &config.discovery;
     let sources = [
@@ -35,7 +31,6 @@ pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
 }
 
 impl State {
-    /// Applies what a source says. Returns the slots of agents that are rejected now, and why.
     pub fn apply_news(&mut self, news: SourceNews, now: Instant) -> Vec<(usize, String)> {
         self.silent_sources.remove(&news.source);
         if let Some(list) = news.list {
@@ -49,15 +44,14 @@ impl State {
         rejected
     }
 
-    /// Ends the following of the agents that leave and have nothing more to do, or that have been
-    /// leaving for too long. Returns their names.
+    /// Ends agents that leave and have nothing more to do, or that have been leaving for too long.
+    /// Returns their names.
     pub fn end_leaving(&mut self, now: Instant) -> Vec<String> {
         let mut ended = vec![];
         for agent_index in 0..self.view.agents.len() {
             let agent = &self.view.agents[agent_index];
             let Phase::Leaving { since } = agent.phase else { continue };
             let leaving_for = now.saturating_duration_since(since);
-            // A source that drops an agent by mistake usually names it again within seconds.
             let has_sessions = agent.is_up()
                 && (leaving_for < LEAVING_TIME_MIN || self.view.sessions.has_pinned(agent_index));
             let is_idle = agent.turns_in_flight() == 0 && !has_sessions;
@@ -76,7 +70,6 @@ impl State {
         ended
     }
 
-    /// Forgets the agent of a slot.
     pub(super) fn vacate(&mut self, agent_index: usize) {
         self.membership.vacate(agent_index);
         self.view.sessions.remove_all(agent_index);
@@ -87,7 +80,6 @@ impl State {
         self.sync_members();
     }
 
-    /// Makes the view's agents agree with the membership.
     pub(super) fn sync_members(&mut self) {
         let has_silent_sources = !self.silent_sources.is_empty();
         let mut has_changed = self.view.has_silent_sources != has_silent_sources;

@@ -3,7 +3,6 @@
 use super::Affinity;
 
 impl Affinity {
-    /// Panics if the table contradicts itself.
     pub fn check_invariants(&self) {
         assert!(self.bindings.len() <= self.bindings_max, "over the bound");
         let mut idle_count = 0;

@@ -1,6 +1,4 @@
 //! Estimates what KV a turn evicts that would have been used again. Pure.
-//!
-//! The parent module turns the tokens into milliseconds of computing them again.
 
 use std::time::Instant;
 
@@ -16,8 +14,8 @@ use crate::{
 };
 
 /// The KV that belongs to no known session or conversation, divided by this number, is assumed to
-/// be evicted before theirs. Eviction takes the oldest KV first. Half of the unknown KV is assumed
-/// to be older than theirs.
+/// be evicted before theirs, because eviction takes the oldest KV first, and half of the unknown KV
+/// is assumed to be older.
 const SESSIONLESS_DIVISOR: u64 = 2;
 
 /// The KV on a worker of idle sessions, and of idle conversations without a name.
@@ -25,15 +23,14 @@ const SESSIONLESS_DIVISOR: u64 = 2;
 pub(super) struct IdleKv {
     /// By class of idle time, the shortest first. At least what would be evicted first.
     classes: [IdleClass; IDLE_CLASSES],
-    /// Tokens of all of it.
     tokens: u64,
     /// The part of `tokens` of which eviction may have taken some already.
     reported_tokens: u64,
 }
 
 impl IdleKv {
-    /// Returns what is known of a worker. `demand` is its reuse forecast. The conversations' table
-    /// is newer than the forecast, so that each turn sees what the one before it has left.
+    /// The conversations' table is newer than the forecast `demand`, so that each turn sees what
+    /// the one before it has left.
     pub(super) fn new(
         request: &PlacementRequest<'_>,
         worker: WorkerRef,
@@ -60,14 +57,9 @@ impl IdleKv {
     }
 }
 
-/// Returns the tokens that eviction takes from idle sessions to make room for `new_tokens`.
-/// Each token counts with the probability that its session returns. `None` if the pool's use is
-/// unknown.
-///
-/// The new tokens first fill the free room. Then they evict half of the KV without a session, and
-/// then the KV of sessions, that of the longest idle session first. An agent reports the tokens
-/// that each session had when its last turn ended. If all sessions together have more tokens than
-/// can be evicted now, the excess was already evicted, from the longest idle sessions.
+/// Each evicted token counts with the probability that its session returns. `None` if the pool's
+/// use is unknown. The new tokens first fill the free room, then they evict half of the KV without
+/// a session, and then the KV of sessions, the longest idle first.
 pub(super) fn displaced_tokens(
     load: &RankLoad,
     idle: &IdleKv,
@@ -86,6 +78,8 @@ pub(super) fn displaced_tokens(
     let sessionless_tokens = evictable_tokens.saturating_sub(idle.tokens) / SESSIONLESS_DIVISOR;
     let mut missing_tokens =
         new_tokens.saturating_sub(free_tokens).saturating_sub(sessionless_tokens);
+    // An agent reports the tokens that each session had when its last turn ended. What they have
+    // together beyond what can be evicted now was evicted already.
     let mut evicted_tokens = idle.reported_tokens.saturating_sub(evictable_tokens);
     let mut reused_sum = 0;
     for IdleClass { tokens, wanted_tokens } in idle.classes.iter().rev() {

@@ -1,30 +1,23 @@
 //! Stands in for the model in a router that is built without the feature `text`.
-//!
-//! Such a router can't tokenize text.
 
 use super::{Blocks, TextPrompt};
 use crate::fleet::tokenizer_files::TokenizerFiles;
 
-/// A model. Without the feature `text`, no value of this type exists.
+/// No value of this type exists.
 #[derive(Debug)]
 pub enum AbsentModel {}
 
-/// The router was built without the feature `text`.
 #[derive(Debug, thiserror::Error)]
 #[error("this router was built without the feature \"text\"")]
 pub struct Error;
 
 impl AbsentModel {
-    /// Always fails.
-    ///
-    /// # Errors
-    /// Always.
     pub fn new(_: &TokenizerFiles) -> Result<Self, Error> {
         Err(Error)
     }
 
     pub(in crate::prompt) fn blocks(&self, text_prompt: &TextPrompt<'_>) -> Option<Blocks> {
-        // Uses the fields that are otherwise unused without the feature.
+        // These fields are otherwise unused without the feature.
         let _ = (
             text_prompt.form,
             (text_prompt.member_json)(""),

@@ -1,19 +1,14 @@
 //! Reads a request's messages and tools into the form that SGLang passes to a chat template.
 //!
 //! SGLang keeps only the members that it knows, brings them into its own order and adds defaults. A
-//! template may print all of them, so this module does the same. `tokens` passes in the members of
-//! a request's body as JSON, and gets a [`Chat`], which `template` renders.
-//!
-//! The result is `None` for a request that SGLang refuses, or treats in a way that isn't copied
-//! here. The router then doesn't tokenize the request.
+//! template may print all of them, so this module does the same. The result is `None` for a request
+//! that SGLang refuses, or treats in a way that isn't copied here.
 
 use minijinja::Value;
 use serde::Deserialize;
 
-/// Name of the template variable that holds the Unix time in seconds.
 pub(super) const UNIX_S_VARIABLE: &str = "berth_unix_s";
-/// Names of template variables that a request must not set, because the call of the template sets
-/// them.
+/// A request must not set these, because the call of the template does.
 const RESERVED_VARIABLES: [&str; 9] = [
     UNIX_S_VARIABLE,
     "messages",
@@ -26,7 +21,6 @@ const RESERVED_VARIABLES: [&str; 9] = [
     "return_dict",
 ];
 
-/// The members of a body that make up its chat, as JSON.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ChatMembers<'a> {
     pub(super) messages: &'a str,
@@ -37,12 +31,10 @@ pub(super) struct ChatMembers<'a> {
     pub(super) reasoning_effort: Option<&'a str>,
 }
 
-/// The input of a template.
 #[derive(Debug)]
 pub(super) struct Chat {
     messages: Vec<Value>,
     tools: Option<Vec<Value>>,
-    /// The variables that the request adds, by name.
     variables: Vec<(String, Value)>,
 }
 
@@ -76,7 +68,6 @@ enum Content {
     Parts(Vec<ContentPart>),
 }
 
-/// One part of a message's content: a text, or a medium such as an image.
 #[derive(Deserialize)]
 struct ContentPart {
     #[serde(rename = "type")]
@@ -111,9 +102,8 @@ struct Tool {
 }
 
 impl ChatMembers<'_> {
-    /// Reads the request. Returns `None` if SGLang would refuse the request, or treats it in a way
-    /// that isn't supported here. `takes_content_parts`: whether the template gets the parts of a
-    /// message as a list; otherwise, it gets their text as one string.
+    /// `takes_content_parts`: whether the template gets the parts of a message as a list;
+    /// otherwise, it gets their text as one string.
     pub(super) fn read(&self, takes_content_parts: bool) -> Option<Chat> {
         let messages: Vec<Message> = serde_json::from_str(self.messages).ok()?;
         let message_count = messages.len();
@@ -126,8 +116,7 @@ impl ChatMembers<'_> {
         Some(Chat { messages, tools: self.tools()?, variables: self.variables()? })
     }
 
-    /// Returns the tools that the template sees. `None` as for [`Self::read`]; `Some(None)` if the
-    /// template sees no tools.
+    /// `None` as for [`Self::read`]; `Some(None)` if the template sees no tools.
     fn tools(&self) -> Option<Option<Vec<Value>>> {
         let Some(tools) = self.tools else { return Some(None) };
         let choice: Value = match self.tool_choice {
@@ -149,8 +138,7 @@ impl ChatMembers<'_> {
         tools.map(|tools| Some(tools).filter(|tools| !tools.is_empty()))
     }
 
-    /// Returns the variables that the request adds to the template's own. `None` as for
-    /// [`Self::read`].
+    /// `None` as for [`Self::read`].
     fn variables(&self) -> Option<Vec<(String, Value)>> {
         let mut variables = vec![];
         let request_effort: Option<Value> =
@@ -201,8 +189,7 @@ impl Chat {
         self.variables.iter().cloned()
     }
 
-    /// Returns the chat with each tool replaced by its member `function`. Some templates expect
-    /// that.
+    /// Some templates expect each tool's member `function` in the place of the tool.
     pub(super) fn with_bare_tools(&self) -> Self {
         let bare_function = |tool: &Value| tool.get_attr("function").unwrap_or_default();
         Self {
@@ -214,7 +201,6 @@ impl Chat {
 }
 
 impl Message {
-    /// Returns the message in the template's form. `None` if it isn't supported.
     fn into_template_value(self, takes_content_parts: bool, is_last: bool) -> Option<Value> {
         if self.tools.is_some() || self.prefix == Some(true) {
             return None;
@@ -271,7 +257,6 @@ impl Message {
 }
 
 impl ContentPart {
-    /// Returns the part's text; `None` for an image or anything else that isn't text.
     fn text(self) -> Option<String> {
         if self.kind == "text" { self.text } else { None }
     }
@@ -282,8 +267,6 @@ fn text_part(text: String) -> Value {
 }
 
 impl ToolCall {
-    /// Returns the call in the template's form. `is_assistant`: whether an assistant's message
-    /// makes the call.
     fn into_template_value(self, is_assistant: bool) -> Option<Value> {
         let arguments = match self.function.arguments {
             // SGLang parses the arguments of an assistant's call, so that templates see an object.
@@ -305,7 +288,7 @@ impl ToolCall {
 }
 
 impl Tool {
-    /// Returns the tool with the members that SGLang's reader adds.
+    /// With the members that SGLang's reader adds.
     fn into_template_value(self) -> Option<Value> {
         let known_members = ["description", "name", "parameters", "strict", "defer_loading"];
         let always_present = ["description", "name", "parameters"];
@@ -331,7 +314,6 @@ impl Tool {
     }
 }
 
-/// Makes a template value with members.
 fn object<'a>(members: impl IntoIterator<Item = (&'a str, Value)>) -> Value {
     Value::from_pairs(members)
 }

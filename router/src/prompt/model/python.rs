@@ -1,16 +1,15 @@
 //! Writes template values as Python's `str()` and `json.dumps` do.
 //!
-//! Chat templates are written for Python. A prompt with values in another form has other tokens
-//! than the engine's. `template` calls this module for each value that a template prints.
+//! Chat templates are written for Python. Values in another form have other tokens than the
+//! engine's.
 
 use std::fmt::Write as _;
 
 use minijinja::{Value, value::ValueKind as Kind};
 
-/// Greatest nesting depth. Templates print nothing deeper, and the recursion needs a bound.
+/// Templates print nothing deeper, and the recursion needs a bound.
 const DEPTH_MAX: usize = 128;
 
-/// Returns what `str(value)` returns in Python.
 pub(super) fn format_str(value: &Value) -> String {
     match value.kind() {
         Kind::Undefined => String::new(),
@@ -19,16 +18,15 @@ pub(super) fn format_str(value: &Value) -> String {
     }
 }
 
-/// Returns what `json.dumps(value, ensure_ascii=False, indent=indent)` returns in Python, or `None`
-/// if it raises.
+/// As `json.dumps(value, ensure_ascii=False, indent=indent)`; `None` if it raises.
 pub(super) fn format_json(value: &Value, indent: Option<usize>) -> Option<String> {
     format_value(value, &Style { indent, ..Style::JSON })
 }
 
-/// How values are written: the differences between `str()` and `json.dumps`.
+/// The differences between `str()` and `json.dumps`.
 struct Style {
     none: &'static str,
-    /// The words for false and true.
+    /// False and true.
     bools: [&'static str; 2],
     write_string: fn(&mut String, &str),
     /// Spaces per level. `None` writes everything on one line.
@@ -96,7 +94,6 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
     Some(())
 }
 
-/// Writes a list or a mapping. `write_item` writes what stands between two commas.
 fn write_list(
     out: &mut String,
     brackets: &str,
@@ -127,8 +124,8 @@ fn write_list(
     Some(())
 }
 
-/// Returns a number as Python writes it. A float has the fewest digits that identify it, and an
-/// exponent where Python uses one. Infinity and NaN are written as `json.dumps` writes them.
+/// A float has the fewest digits that identify it, and an exponent where Python uses one. Infinity
+/// and NaN are written as `json.dumps` writes them.
 fn format_number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -164,7 +161,6 @@ fn write_json_string(out: &mut String, text: &str) {
     out.push('"');
 }
 
-/// Writes a text as Python's `repr()` does.
 fn write_repr(out: &mut String, text: &str) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);

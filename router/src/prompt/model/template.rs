@@ -1,11 +1,7 @@
 //! Renders a model's chat template as Hugging Face's `apply_chat_template` does.
 //!
 //! Hugging Face uses Jinja with trimmed blocks, loop controls, Python's methods and number formats,
-//! the filter `tojson`, and the functions `raise_exception` and `strftime_now`. The number of steps
-//! is bounded, because a template might not end for some messages.
-//!
-//! `tokens` compiles a model's template once, and renders each [`Chat`] with it. `chat` brings the
-//! messages into SGLang's form first. This module doesn't tokenize the text.
+//! the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
 
 use chrono::{
     DateTime,
@@ -22,22 +18,18 @@ use super::{
     python,
 };
 
-/// Maximum number of steps in one rendering. A conversation of a thousand messages takes 100,000.
+/// A template might not end for some messages. A conversation of a thousand messages takes 100,000
+/// steps.
 const STEPS_MAX: u64 = 2_000_000;
-/// The template's name in its environment.
 const TEMPLATE_NAME: &str = "chat";
-/// The chat template of one model.
 #[derive(Debug)]
 pub(super) struct Template {
     environment: Environment<'static>,
-    /// Variables with the model's special tokens, such as `bos_token`.
     special_tokens: Vec<(String, Value)>,
-    /// Whether the template gets a message's parts as a list.
     takes_content_parts: bool,
 }
 
 impl Template {
-    /// Compiles a template. `special_tokens` has the name and the text of each special token.
     pub(super) fn new(source: &str, special_tokens: &[(&str, String)]) -> Result<Self, Error> {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
@@ -70,10 +62,6 @@ impl Template {
         self.takes_content_parts
     }
 
-    /// Returns the prompt's text for a chat.
-    ///
-    /// # Errors
-    /// If the template fails, or takes more than [`STEPS_MAX`] steps.
     pub(super) fn render(&self, chat: &Chat, unix_s: u64) -> Result<String, Error> {
         let call_variables = [
             ("messages", chat.messages()),
@@ -92,8 +80,8 @@ impl Template {
     }
 }
 
-/// Whether a template takes a message's parts as a list, decided as SGLang decides it: the
-/// template's text names a medium, or has a loop over a message's content.
+/// Decided as SGLang decides it: the template's text names a medium, or has a loop over a message's
+/// content.
 fn takes_content_parts(source: &str) -> bool {
     const MEDIA: [&str; 4] = ["image", "audio", "video", "vision"];
     if MEDIA.iter().any(|word| source.contains(word)) {
@@ -117,8 +105,8 @@ fn takes_content_parts(source: &str) -> bool {
     })
 }
 
-/// Replaces each `{% generation %}` tag by `{% if true %}`. Such blocks mark the assistant's text
-/// for training and print their content unchanged. minijinja doesn't know them.
+/// `{% generation %}` marks the assistant's text for training and prints it unchanged. minijinja
+/// doesn't know it, so `{% if true %}` takes its place.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut unread = source;
@@ -154,7 +142,7 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, python::format_str(message)))
 }
 
-/// Returns the date and time in UTC. They are what the engine prints if its clock is set to UTC.
+/// In UTC: what the engine prints if its clock is set to UTC.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let unsupported = || Error::new(ErrorKind::InvalidOperation, "unsupported date format");
     let unix_s = state.lookup(UNIX_S_VARIABLE).and_then(|now| i64::try_from(now).ok());
@@ -166,8 +154,7 @@ fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     Ok(now.format_with_items(items.iter()).to_string())
 }
 
-/// Whether Python surely writes this part of a date as chrono does. It depends on Python's locale,
-/// time zone or C library how Python writes some of the other parts.
+/// How Python writes some other parts of a date depends on its locale, time zone or C library.
 fn is_same_in_python(item: &Item<'_>) -> bool {
     use Numeric::{Day, Hour, Minute, Month, Second, Year};
     matches!(

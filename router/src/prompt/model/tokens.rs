@@ -1,13 +1,8 @@
 //! Makes a prompt's routing blocks or token ids from text, with one model's tokenizer and template.
 //!
-//! A routing block is a hashed part of a prompt, by which the router finds the prompt's KV (see
-//! [`proto::block`]). The tokens are those that an engine with this model makes. A [`Model`] cuts a
-//! text into segments at *marks*, special tokens such as `<|im_start|>`, and caches the blocks of
-//! the segments. So it tokenizes only the new text of a growing conversation.
-//!
-//! `prompt` calls a [`Model`] with the members of a request's body. `chat` reads the messages,
-//! `template` renders them as text, and `prompt::segments` is the cache. This module doesn't check
-//! that the engine has the same tokenizer: `prompt::models` passes in the engine's own files.
+//! A [`Model`] cuts a text into segments at *marks*, special tokens such as `<|im_start|>`, and
+//! caches the blocks of the segments. So it tokenizes only the new text of a growing conversation.
+//! This module doesn't check that the engine has the same tokenizer.
 
 #[cfg(test)]
 mod tests;
@@ -29,55 +24,43 @@ use crate::{
     shares::Share,
 };
 
-/// Memory for cached segments, per model. It holds conversations of 200 million tokens if a message
-/// has 200 tokens.
+/// Per model. Holds conversations of 200 million tokens if a message has 200 tokens.
 const SEGMENT_CACHE_BYTES_MAX: usize = 256 << 20;
 /// The most new bytes tokenized per prompt, which take about a second. The tokens of the text after
 /// them are estimated.
 const TOKENIZED_BYTES_MAX: usize = 2 << 20;
-/// The bytes that are tokenized at once where tokens are only counted. This takes 5 MB of memory.
+/// Tokenized at once where tokens are only counted. This takes 5 MB of memory.
 const PIECE_BYTES: usize = 16 << 10;
-/// Estimated bytes per token of text that isn't tokenized.
+/// An estimate, for text that isn't tokenized.
 const BYTES_PER_TOKEN: u64 = 4;
-/// Names of the special tokens that templates and tokenizers know by name.
+/// Special tokens that templates and tokenizers know by name.
 const SPECIAL_TOKEN_NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Why a model's files can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The `tokenizers` crate can't read the tokenizer.
     #[error("the tokenizer can't be read: {0}")]
     Tokenizer(tokenizers::Error),
-    /// The config isn't valid JSON.
     #[error("the tokenizer's config can't be read")]
     Config(#[source] serde_json::Error),
-    /// The template can't be compiled.
     #[error("the chat template can't be read")]
     Template(#[source] minijinja::Error),
 }
 
-/// A model's tokenizer and chat template, and the cached blocks of texts that it has tokenized.
 #[derive(Debug)]
 pub struct Model {
     tokenizer: Tokenizer,
     template: Option<Template>,
-    /// Special tokens before which a text can be cut.
     marks: Vec<String>,
-    /// Tokens that the engine puts before a text that isn't a chat.
+    /// What the engine puts before a text that isn't a chat.
     leading_tokens: Vec<u32>,
-    /// The most bytes of text in one token.
     token_bytes_max: usize,
-    /// The cached segments. The lock is held for look-ups, not while text is tokenized. No other
-    /// lock is taken while it is held.
+    /// Locked for look-ups, not while text is tokenized. No other lock is taken while it is held.
     segment_cache: Mutex<SegmentCache>,
 }
 
 impl Model {
-    /// Reads a model's files. This may take seconds.
-    ///
-    /// # Errors
-    /// If the files can't be read.
+    /// This may take seconds.
     pub fn new(files: &TokenizerFiles) -> Result<Self, Error> {
         let mut tokenizer = Tokenizer::from_bytes(&files.tokenizer).map_err(Error::Tokenizer)?;
         // The engine uses neither truncation nor padding, whatever the file says.
@@ -107,15 +90,15 @@ impl Model {
         })
     }
 
-    /// Makes a request's blocks. Returns `None` if the prompt can't be made as the engine makes it,
-    /// or is longer than the engine takes.
+    /// `None` if the prompt can't be made as the engine makes it, or is longer than the engine
+    /// takes.
     pub(in crate::prompt) fn blocks(&self, text_prompt: &TextPrompt<'_>) -> Option<Blocks> {
         let (text, leading_tokens) = self.prompt_text(text_prompt)?;
         self.text_blocks(&text, leading_tokens, text_prompt)
     }
 
-    /// Makes a request's token ids, without the cache. Returns `None` if the prompt can't be made
-    /// as the engine makes it, or has more than [`TOKENIZED_BYTES_MAX`] bytes.
+    /// Doesn't use the cache. `None` if the prompt can't be made as the engine makes it, or has
+    /// more than [`TOKENIZED_BYTES_MAX`] bytes.
     pub(in crate::prompt) fn token_ids(&self, text_prompt: &TextPrompt<'_>) -> Option<Vec<u32>> {
         let (text, leading_tokens) = self.prompt_text(text_prompt)?;
         if text.len() > TOKENIZED_BYTES_MAX {
@@ -129,8 +112,8 @@ impl Model {
         Some(ids)
     }
 
-    /// Whether a request's prompt certainly has more than `tokens`. Tokenizes only as much of it as
-    /// that needs, in pieces and without the cache.
+    /// `true` only if that is certain. Tokenizes only as much as that needs, in pieces and without
+    /// the cache.
     pub(in crate::prompt) fn has_more_tokens(
         &self,
         text_prompt: &TextPrompt<'_>,
@@ -151,7 +134,6 @@ impl Model {
         false
     }
 
-    /// Returns the text of a request's prompt, and the tokens that precede it.
     fn prompt_text(&self, text_prompt: &TextPrompt<'_>) -> Option<(String, &[u32])> {
         match text_prompt.form {
             PromptForm::Generate | PromptForm::Completions => {
@@ -172,12 +154,10 @@ impl Model {
         }
     }
 
-    /// Returns the text that the template makes of a chat request.
     fn render(&self, chat_members: &ChatMembers<'_>, unix_s: u64) -> Option<String> {
         let template = self.template.as_ref()?;
         let chat = chat_members.read(template.takes_content_parts())?;
-        // The engine does the same: if rendering fails, it tries again with each tool's bare
-        // function.
+        // The engine also tries again with each tool's bare function if rendering fails.
         template
             .render(&chat, unix_s)
             .or_else(|_| template.render(&chat.with_bare_tools(), unix_s))
@@ -185,8 +165,6 @@ impl Model {
             .ok()
     }
 
-    /// Makes the blocks of `leading_tokens` and the text. Tokenizes only the segments that aren't
-    /// cached.
     fn text_blocks(
         &self,
         text: &str,
@@ -237,8 +215,7 @@ impl Model {
     }
 }
 
-/// Takes the memory in which a segment is tokenized, until the result is dropped. `None` if there
-/// is none now.
+/// `None` if there is no memory now.
 fn take_memory(text_prompt: &TextPrompt<'_>, segment: &str) -> Option<Option<Share>> {
     match text_prompt.memory {
         None => Some(None),
@@ -246,7 +223,6 @@ fn take_memory(text_prompt: &TextPrompt<'_>, segment: &str) -> Option<Option<Sha
     }
 }
 
-/// Returns the text of a token in a config: the string itself, or the object's `content`.
 fn token_text(token: &Value) -> Option<String> {
     let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
     Some(text.to_owned()).filter(|text| !text.is_empty())
@@ -278,10 +254,9 @@ fn add_missing_tokens(
     Ok(())
 }
 
-/// Returns the tokens that the engine puts before every text.
-///
-/// The config decides if it has `add_bos_token` or `add_eos_token`, or if the tokenizer has no
-/// post-processor. Otherwise the tokens are what the tokenizer adds before a sample text.
+/// The tokens that the engine puts before every text. The config decides if it has `add_bos_token`
+/// or `add_eos_token`, or if the tokenizer has no post-processor. Otherwise they are what the
+/// tokenizer adds before a sample text.
 fn leading_tokens(
     tokenizer: &Tokenizer,
     config: &Value,
@@ -301,8 +276,6 @@ fn leading_tokens(
     Ok(sample_with_added[..sample_start.unwrap_or(0)].to_vec())
 }
 
-/// Returns the marks: the tokens before which a text can be cut.
-///
 /// The tokenizer finds a mark wherever it stands, whatever surrounds it. The text before a mark has
 /// the same tokens with and without the mark. Only special tokens, and tokens that the template
 /// writes, are marks.

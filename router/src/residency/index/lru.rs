@@ -1,21 +1,15 @@
 //! Orders the leaf runs of the overlap index's tree by last use, to drop the oldest leaf first.
 //!
-//! The overlap index finds how many leading blocks of a prompt each worker has. A run is an
-//! unbranched part of a chain of blocks, and a leaf is a run without children. The order is a
-//! doubly linked list. The tree in `tree` says when a run is used, and drops the runs. An array has
-//! each run's links at the index that is the run's id.
-//!
-//! The list is our own code. A run takes 8 bytes in it, but 68 in the crate `lru` and 55 in
-//! `schnellru` (measured on 2026-11-23), because these find a run by a hash. Neither can put a run
-//! in the place of another.
+//! A doubly linked list, whose links are in an array by run id. It is our own code: a run takes 8
+//! bytes in it, but 68 in the crate `lru` and 55 in `schnellru` (measured on 2026-11-23), because
+//! these find a run by a hash. Neither can put a run in the place of another.
 
 use proto::table::RunId;
 
-/// Marks the end of the list. Run 0 is the tree's root, which is never in the list.
+/// Run 0 is the tree's root, which is never in the list.
 const NO_RUN: RunId = 0;
 
-/// The list of leaf runs by last use. It can't tell whether it contains a run, so the callers must
-/// know that.
+/// Can't tell whether it contains a run, so the callers must know that.
 #[derive(Debug)]
 pub(super) struct Lru {
     /// By run id. Only the links of runs in the list have a meaning.
@@ -35,17 +29,15 @@ impl Lru {
         Self { links: vec![Link::default()], oldest: NO_RUN, newest: NO_RUN }
     }
 
-    /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.links.capacity() * size_of::<Link>()
     }
 
-    /// Returns the run that was used longest ago.
     pub(super) fn oldest(&self) -> Option<RunId> {
         (self.oldest != NO_RUN).then_some(self.oldest)
     }
 
-    /// Iterates over all runs, oldest first.
+    /// Oldest first.
     pub(super) fn iter(&self) -> impl Iterator<Item = RunId> {
         std::iter::successors(self.oldest(), |&run| {
             let newer = self.links[run as usize].newer;
@@ -53,17 +45,16 @@ impl Lru {
         })
     }
 
-    /// Adds a run as the newest. The run must not be in the list.
+    /// The run must not be in the list.
     pub(super) fn push_newest(&mut self, run: RunId) {
         self.link_run(run, Link { older: self.newest, newer: NO_RUN });
     }
 
-    /// Adds a run as the oldest. The run must not be in the list.
+    /// The run must not be in the list.
     pub(super) fn push_oldest(&mut self, run: RunId) {
         self.link_run(run, Link { older: NO_RUN, newer: self.oldest });
     }
 
-    /// Inserts a run between the two neighbors that `link` names.
     fn link_run(&mut self, run: RunId, link: Link) {
         if self.links.len() <= run as usize {
             self.links.resize(run as usize + 1, Link::default());
@@ -79,7 +70,7 @@ impl Lru {
         }
     }
 
-    /// Makes a run of the list the newest.
+    /// The run must be in the list.
     pub(super) fn touch(&mut self, run: RunId) {
         if self.newest != run {
             self.remove(run);
@@ -87,14 +78,13 @@ impl Lru {
         }
     }
 
-    /// Puts `new` in the place of `old`. `old` must be in the list, and `new` must not be.
+    /// `old` must be in the list, and `new` must not be.
     pub(super) fn replace(&mut self, old: RunId, new: RunId) {
         let link = self.links[old as usize];
         self.remove(old);
         self.link_run(new, link);
     }
 
-    /// Removes a run from the list.
     pub(super) fn remove(&mut self, run: RunId) {
         let Link { older, newer } = std::mem::take(&mut self.links[run as usize]);
         match older {

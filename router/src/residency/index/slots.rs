@@ -1,38 +1,29 @@
 //! Assigns slots to workers, so that a worker's blocks can be replaced or removed at once.
 //!
-//! This is a part of the overlap index, which finds how many leading blocks of a prompt each worker
-//! has in its KV cache. A slot is a small number. The index's tree records which slot has which
-//! blocks, and this module knows which slot stands for which worker. When a worker loses all its
-//! blocks, its slot ends: no look-up uses the slot any longer, and the index sweeps it from the
-//! tree step by step. The worker's next blocks are stored under another slot. A snapshot also gets
-//! a slot of its own, which replaces the worker's current slot when the snapshot is complete. The
-//! index in the parent module calls the functions here. This module doesn't know the blocks.
+//! When a worker loses all its blocks, its slot ends: no look-up uses it any longer, and the index
+//! sweeps it from the tree step by step. A snapshot gets a slot of its own, which replaces the
+//! worker's current slot when it is complete.
 
-/// Marks a worker without a slot.
 const NO_SLOT: u16 = u16::MAX;
 
-/// The slots of all workers, and which slots have ended or are free.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     /// By worker: the slot that look-ups read.
     current_slots: Vec<u16>,
     /// By worker: the slot that a snapshot in progress is written to.
     snapshot_slots: Vec<u16>,
-    /// By slot: whether it has ended. No worker uses an ended slot, but the tree may contain it.
+    /// By slot. No worker uses an ended slot, but the tree may contain it.
     ended_flags: Vec<bool>,
-    /// Number of slots that have ended.
     ended_count: usize,
     /// Slots that no worker uses and the tree doesn't contain.
     free_slots: Vec<u16>,
 }
 
 impl Slots {
-    /// Returns the number of slots, in use or not.
     pub(super) fn slot_count(&self) -> usize {
         self.ended_flags.len()
     }
 
-    /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let stored_slots = self.current_slots.capacity()
             + self.snapshot_slots.capacity()
@@ -40,24 +31,21 @@ impl Slots {
         stored_slots * size_of::<u16>() + self.ended_flags.capacity()
     }
 
-    /// Returns the slots that look-ups read, by worker. A worker without a slot has `u16::MAX`.
+    /// By worker. A worker without a slot has `u16::MAX`.
     pub(super) fn current_slots(&self) -> &[u16] {
         &self.current_slots
     }
 
-    /// Returns the slot that look-ups read for a worker.
     pub(super) fn read_slot(&self, worker: usize) -> Option<u16> {
         self.current_slots.get(worker).copied().filter(|&slot| slot != NO_SLOT)
     }
 
-    /// Returns the slot that a worker's changes are written to, if it has one.
     pub(super) fn write_slot(&self, worker: usize) -> Option<u16> {
         let snapshot = self.snapshot_slots.get(worker).copied().filter(|&slot| slot != NO_SLOT);
         snapshot.or_else(|| self.read_slot(worker))
     }
 
-    /// Like [`Self::write_slot`], but assigns a slot to a worker that has none. The second value
-    /// tells whether the number of slots grew.
+    /// Assigns a slot to a worker that has none. Also returns whether the number of slots grew.
     pub(super) fn write_slot_or_new(&mut self, worker: usize) -> (u16, bool) {
         if let Some(slot) = self.write_slot(worker) {
             return (slot, false);
@@ -67,7 +55,7 @@ impl Slots {
         (slot, is_added)
     }
 
-    /// Begins a snapshot of a worker. Returns whether the number of slots grew.
+    /// Returns whether the number of slots grew.
     pub(super) fn begin_snapshot(&mut self, worker: usize) -> bool {
         let discarded_slot = take_slot(&mut self.snapshot_slots, worker);
         self.end_slot(discarded_slot);
@@ -76,7 +64,6 @@ impl Slots {
         is_added
     }
 
-    /// Completes the worker's snapshot, if one was begun.
     pub(super) fn finish_snapshot(&mut self, worker: usize) {
         let Some(slot) = take_slot(&mut self.snapshot_slots, worker) else { return };
         let replaced_slot = take_slot(&mut self.current_slots, worker);
@@ -84,7 +71,6 @@ impl Slots {
         set_slot(&mut self.current_slots, worker, slot);
     }
 
-    /// Ends the slots of a worker: the current one and the one of a snapshot in progress.
     pub(super) fn end_slots(&mut self, worker: usize) {
         let snapshot_slot = take_slot(&mut self.snapshot_slots, worker);
         let current_slot = take_slot(&mut self.current_slots, worker);
@@ -92,7 +78,6 @@ impl Slots {
         self.end_slot(current_slot);
     }
 
-    /// Whether any slot has ended and isn't free yet, so that the tree has to be swept.
     pub(super) fn has_ended_slots(&self) -> bool {
         self.ended_count > 0
     }
@@ -101,7 +86,6 @@ impl Slots {
         self.ended_flags[usize::from(slot)]
     }
 
-    /// Frees the ended slots for which `is_empty` says that the tree no longer contains them.
     pub(super) fn free_ended(&mut self, is_empty: impl Fn(u16) -> bool) {
         for (slot, is_ended) in (0..NO_SLOT).zip(&mut self.ended_flags) {
             if *is_ended && is_empty(slot) {
@@ -112,12 +96,12 @@ impl Slots {
         }
     }
 
-    /// Whether a slot is left. If none is, some have ended: all workers together use fewer.
+    /// If no slot is left, some have ended: all workers together use fewer.
     pub(super) fn has_free(&self) -> bool {
         !self.free_slots.is_empty() || self.next_slot().is_some()
     }
 
-    /// Returns a free or new slot, and whether the slot is new.
+    /// Also returns whether the slot is new.
     fn allocate_slot(&mut self) -> (u16, bool) {
         if let Some(slot) = self.free_slots.pop() {
             return (slot, false);
@@ -127,12 +111,10 @@ impl Slots {
         (slot, true)
     }
 
-    /// Returns the slot that no worker has had yet, if there is one.
     fn next_slot(&self) -> Option<u16> {
         u16::try_from(self.ended_flags.len()).ok().filter(|&slot| slot != NO_SLOT)
     }
 
-    /// Marks a slot that was taken from its worker as ended.
     fn end_slot(&mut self, slot: Option<u16>) {
         if let Some(slot) = slot {
             self.ended_flags[usize::from(slot)] = true;
@@ -141,7 +123,6 @@ impl Slots {
     }
 }
 
-/// Takes a worker's slot from it, if it has one.
 fn take_slot(slots_by_worker: &mut [u16], worker: usize) -> Option<u16> {
     let slot = std::mem::replace(slots_by_worker.get_mut(worker)?, NO_SLOT);
     (slot != NO_SLOT).then_some(slot)

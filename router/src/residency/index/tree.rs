@@ -1,18 +1,14 @@
 //! Stores the resident blocks of all workers as a tree, and looks prompts up in it.
 //!
-//! A chain is the sequence of blocks of a prompt. The nodes of the tree are runs: a run is an
-//! unbranched part of a chain. A holder is one tier (device or host) of one slot, and a slot stands
-//! for a worker (see `slots`). A holder's hold on a run is a prefix of the run, and the prefix
-//! length is the number of blocks in that prefix. If a holder loses blocks inside a run, the tree
-//! splits the run, so that every hold is a prefix again. The parent module calls this one, and
-//! limits its memory. Of the children, `shape` changes the runs, and `check` serves tests.
+//! The nodes of the tree are runs: a run is an unbranched part of a chain. A holder is one tier of
+//! one slot. A holder's hold on a run is a prefix of the run. If a holder loses blocks inside a
+//! run, the tree splits the run, so that every hold is a prefix again. The hash of a block covers
+//! all tokens up to the block's end. So chains that agree at one block agree in all blocks before
+//! it, and a search can find where they begin to differ.
 //!
-//! The hash of a block covers all tokens up to the block's end. So chains that agree at one block
-//! agree in all blocks before that block, and a search can find where they begin to differ.
-//!
-//! The table finds the run of a block. Eight consecutive blocks of a chain form a group, and their
-//! hashes contain the same group key. Only the first block of a group has a table entry. The others
-//! are found relative to it. If a run begins inside a group, its blocks there have own entries.
+//! Eight consecutive blocks of a chain form a group, and their hashes contain the same group key.
+//! Only the first block of a group has an entry in the table; the others are found relative to it.
+//! If a run begins inside a group, its blocks there have own entries.
 
 mod check;
 mod shape;
@@ -28,78 +24,65 @@ use super::{lru::Lru, worker_set::WorkerSet};
 
 /// The empty run at which all chains begin.
 pub(super) const ROOT: RunId = 0;
-/// Maximum number of blocks in a run. A table entry has the number of blocks before its block only
-/// modulo [`PLACE_MODULUS`], so a longer run is ambiguous. Moving half a run takes at most 20 µs.
+/// A table entry has the number of blocks before its block only modulo [`PLACE_MODULUS`], so a
+/// longer run is ambiguous. Moving half a run takes at most 20 µs.
 const RUN_BLOCKS_MAX: usize = PLACE_MODULUS as usize;
-/// Number of parts into which [`common_len`] divides its range in each step of the search.
 const SEARCH_PARTS: usize = 8;
-/// Estimated bytes that the allocator itself needs for each allocation.
+/// What the allocator itself needs for each allocation, estimated.
 const ALLOCATION_BYTES: usize = 16;
 
-/// One tier of one slot, which has blocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Holder {
     pub(super) slot: u16,
     pub(super) tier: Tier,
 }
 
-/// Why a store stopped early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StoreError {
-    /// The parent of the first block is not in the tree.
     UnknownParent,
     /// A block is already at another position in the tree, or its hash can't follow its
     /// predecessor's.
     Contradiction,
 }
 
-/// An unbranched part of a chain. It fills one cache line, because a look-up reads the struct of
-/// each run that it passes.
+/// Fills one cache line, because a look-up reads the struct of each run that it passes.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(super) struct Run {
     blocks: Vec<BlockHash>,
-    /// The prefix length of each slot's device tier.
     device: WorkerSet,
-    /// The prefix length of each slot's host tier. `None` if no host has a block of the run.
+    /// `None` if no host has a block of the run.
     host: Option<Box<WorkerSet>>,
     /// Number of blocks before this run in its chain.
     depth: u32,
     parent: RunId,
 }
 
-/// The number of a run's children and the XOR of their ids. The tree needs a child's id only if the
-/// run has no other child. Then the XOR is that id.
+/// The tree needs a child's id only if the run has no other child. Then the XOR is that id.
 #[derive(Debug, Clone, Copy, Default)]
 struct Children {
     count: u32,
     ids_xor: RunId,
 }
 
-/// A position in the tree: after the first `blocks_before` blocks of a run.
 #[derive(Debug, Clone, Copy)]
 struct Position {
     run: RunId,
     blocks_before: usize,
 }
 
-/// The tree of all runs.
 #[derive(Debug)]
 pub(super) struct Tree {
     runs: Vec<Run>,
     children: Vec<Children>,
-    /// All leaf runs, ordered by last use.
     lru: Lru,
     table: RunTable,
-    /// The ids in `runs` that are not in use.
     free_ids: Vec<RunId>,
-    /// Number of distinct blocks.
     block_count: usize,
-    /// Heap memory owned by the runs, in bytes.
     heap_bytes: usize,
-    /// By slot: number of resident blocks on both tiers.
+    /// By slot, on both tiers.
     resident_blocks: Vec<u64>,
-    /// Number of blocks resident on host tiers. A block on two hosts counts twice.
+    /// A block on two hosts counts twice.
     host_blocks: u64,
 }
 
@@ -138,21 +121,19 @@ impl Run {
         self.holders(holder.tier).map_or(0, |holders| usize::from(holders.get(holder.slot)))
     }
 
-    /// Returns the index of `block` in this run, if it stands `offset` blocks after the block that
-    /// the table's `entry` points to. The table only proposes entries, so the hash is compared.
+    /// `block` stands `offset` blocks after the block that `entry` points to, if it is in this run.
+    /// The table only proposes entries, so the hash is compared.
     fn index_of(&self, block: BlockHash, entry: Entry, offset: usize) -> Option<usize> {
         let index = (entry.place.wrapping_sub(self.depth) % PLACE_MODULUS) as usize + offset;
         (self.blocks.get(index) == Some(&block)).then_some(index)
     }
 
-    /// Returns the number of blocks before the first group that begins in this run.
     fn ungrouped_len(&self) -> usize {
         let ungrouped_len = (GROUP_BLOCKS - self.depth as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
         ungrouped_len.min(self.blocks.len())
     }
 
-    /// Iterates over the blocks of an index range that have a table entry. Each item is the block's
-    /// index in the run, and the key and value of its table entry.
+    /// Those of the blocks of `range` that have a table entry: index in the run, key and value.
     fn entries(
         &self,
         run: RunId,
@@ -168,13 +149,11 @@ impl Run {
         })
     }
 
-    /// Returns the number of leading blocks that at least one holder has.
     fn held_len(&self) -> usize {
         let host = self.host.as_ref().map_or(0, |host| host.longest_prefix_len());
         usize::from(self.device.longest_prefix_len().max(host))
     }
 
-    /// Returns the number of resident blocks, summed over all holders.
     fn resident_count(&self) -> u64 {
         let count = |holders: &WorkerSet| {
             holders.iter().map(|hold| u64::from(hold.prefix_len)).sum::<u64>()
@@ -197,8 +176,8 @@ impl Run {
     }
 }
 
-/// Returns the key under which a block has its own table entry: the group key if the block is the
-/// first of its group, and otherwise a key made of other bits of its hash.
+/// The group key if the block is the first of its group, and otherwise a key made of other bits of
+/// its hash.
 fn entry_key(block: BlockHash) -> u64 {
     if block.index_in_group() == 0 { block.group_key() } else { block.own_key() }
 }
@@ -207,8 +186,7 @@ fn to_prefix_len(blocks: usize) -> u16 {
     u16::try_from(blocks).expect("a run has at most 4,096 blocks")
 }
 
-/// Returns the number of leading blocks that two parts of chains have in common. Both parts must
-/// begin at the same depth.
+/// Both parts of chains must begin at the same depth.
 fn common_len(ours: &[BlockHash], theirs: &[BlockHash]) -> usize {
     let shorter_len = ours.len().min(theirs.len());
     if shorter_len == 0 || ours[shorter_len - 1] == theirs[shorter_len - 1] {
@@ -243,22 +221,19 @@ impl Tree {
         }
     }
 
-    /// Returns the number of distinct blocks.
     pub(super) fn block_count(&self) -> usize {
         self.block_count
     }
 
-    /// Returns the number of runs in use.
     pub(super) fn run_count(&self) -> usize {
         self.runs.len() - 1 - self.free_ids.len()
     }
 
-    /// Returns the number of run ids, used or free. A sweep goes through all of them.
+    /// Used or free. A sweep goes through all of them.
     pub(super) fn run_id_count(&self) -> usize {
         self.runs.len()
     }
 
-    /// Returns the memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         let other_vecs = size_of::<Children>() * self.children.capacity()
             + size_of::<RunId>() * self.free_ids.capacity()
@@ -267,23 +242,21 @@ impl Tree {
         runs + other_vecs + self.lru.bytes() + self.table.bytes() + self.heap_bytes
     }
 
-    /// Adds a slot, which gets the next higher number.
+    /// The slot gets the next higher number.
     pub(super) fn add_slot(&mut self) {
         self.resident_blocks.push(0);
     }
 
-    /// Returns the number of a slot's resident blocks, on both tiers.
     pub(super) fn resident_blocks(&self, slot: u16) -> u64 {
         self.resident_blocks[usize::from(slot)]
     }
 
-    /// Returns the number of blocks resident on host tiers. A block on two hosts counts twice.
     pub(super) fn host_blocks(&self) -> u64 {
         self.host_blocks
     }
 
-    /// Counts the leading blocks of a chain that each slot has, on its device and on either tier.
-    /// The arrays are indexed by slot and hold zeros at first. An empty `either` stays empty.
+    /// Counts the leading blocks that each slot has. The arrays are indexed by slot and hold zeros
+    /// at first. An empty `either` stays empty.
     pub(super) fn look_up(&self, chain: &[BlockHash], device: &mut [u32], either: &mut [u32]) {
         let mut depth = 0;
         while let Some(chain_rest) = chain.get(depth..).filter(|rest| !rest.is_empty()) {
@@ -309,8 +282,8 @@ impl Tree {
         }
     }
 
-    /// Records that a holder has `blocks`, which follow `parent` or, without a parent, begin a
-    /// chain. If the store stops early, the blocks before the stop are kept.
+    /// The blocks follow `parent` or, without a parent, begin a chain. If the store stops early,
+    /// the blocks before the stop are kept.
     pub(super) fn store(
         &mut self,
         holder: Holder,
@@ -353,13 +326,13 @@ impl Tree {
         Ok(())
     }
 
-    /// Records that a holder no longer has `blocks`. Returns how many of them it had.
+    /// Returns how many of the blocks the holder had.
     pub(super) fn remove(&mut self, holder: Holder, blocks: &[BlockHash]) -> usize {
         let (mut handled, mut removed_count) = (0, 0);
         while let Some(&first) = blocks.get(handled) {
             handled += 1;
             let Some((run, index)) = self.find(first) else { continue };
-            // Adjacent blocks are removed together. Engines may list them forwards or backwards.
+            // Engines may list adjacent blocks forwards or backwards.
             let (mut from, mut to) = (index, index + 1);
             let run_blocks = &self[run].blocks;
             while handled < blocks.len() && run_blocks.get(to) == Some(&blocks[handled]) {
@@ -373,7 +346,6 @@ impl Tree {
         removed_count
     }
 
-    /// Removes the holds of all ended slots, in `run_count` runs from run `from` on.
     pub(super) fn sweep(&mut self, from: usize, run_count: usize, is_ended: impl Fn(u16) -> bool) {
         for index in from..(from + run_count).min(self.runs.len()) {
             let mut ended_holders = vec![];
@@ -392,8 +364,8 @@ impl Tree {
         }
     }
 
-    /// Removes the leaf run that was used longest ago. Returns its number of resident blocks, or
-    /// `None` if the tree is empty. A block that two holders have counts twice.
+    /// Removes the leaf run that was used longest ago. Returns its number of resident blocks; a
+    /// block that two holders have counts twice.
     pub(super) fn drop_oldest(&mut self) -> Option<u64> {
         let run = self.lru.oldest()?;
         let parent = self[run].parent;
@@ -406,8 +378,8 @@ impl Tree {
             }
         }
         self.tidy(run);
-        // If the parent is now a leaf, `tidy` has made it the newest leaf. But its last use was
-        // no later than that of the removed run, which was the oldest leaf.
+        // If the parent is now a leaf, `tidy` has made it the newest leaf. But its last use was no
+        // later than that of the removed run, which was the oldest leaf.
         if parent != ROOT && self.children[parent as usize].count == 0 && self.is_used(parent) {
             self.lru.remove(parent);
             self.lru.push_oldest(parent);
@@ -415,12 +387,11 @@ impl Tree {
         Some(dropped_blocks)
     }
 
-    /// Whether a run is in use. A free run has no blocks.
+    /// A free run has no blocks.
     fn is_used(&self, run: RunId) -> bool {
         !self[run].blocks.is_empty()
     }
 
-    /// Returns the run that has a block, and the block's index in the run.
     fn find(&self, block: BlockHash) -> Option<(RunId, usize)> {
         let find_by_key = |key: u64, offset: usize| {
             self.table.find(key, |Entry { run, place }| {
@@ -432,7 +403,6 @@ impl Tree {
         if block.index_in_group() == 0 { by_group } else { by_group.or_else(by_own_key) }
     }
 
-    /// Changes a run and updates `heap_bytes`.
     fn change_run<T>(&mut self, run: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
         let run = &mut self.runs[run as usize];
         let old_bytes = run.heap_bytes();
@@ -453,7 +423,7 @@ impl Tree {
     }
 
     /// Records that a holder has the `added_len` blocks that follow `position` in its run. Returns
-    /// the position after these blocks.
+    /// the position after them.
     fn extend_prefix(&mut self, holder: Holder, position: Position, added_len: usize) -> Position {
         let Position { run, blocks_before: from } = position;
         let (to, prefix_len) = (from + added_len, self[run].prefix_len(holder));
@@ -473,15 +443,13 @@ impl Tree {
         Position { run: if is_now_whole { self.join(run) } else { run }, blocks_before: to }
     }
 
-    /// Marks a leaf run as the most recently used.
     fn touch(&mut self, run: RunId) {
         if self.children[run as usize].count == 0 {
             self.lru.touch(run);
         }
     }
 
-    /// Records that a holder no longer has the blocks `from..to` of a run. Returns the number of
-    /// these blocks that it had.
+    /// Records that a holder no longer has the blocks `from..to`. Returns how many of them it had.
     fn release(&mut self, holder: Holder, run: RunId, from: usize, to: usize) -> usize {
         let prefix_len = self[run].prefix_len(holder);
         let to = to.min(prefix_len);

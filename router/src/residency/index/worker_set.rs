@@ -1,27 +1,21 @@
 //! Records how many leading blocks of a run each worker has, for the tree of resident blocks.
 //!
-//! A run is an unbranched part of a chain of blocks, and a slot is the number that stands for a
-//! worker in the tree. The tree keeps two sets for each run: one for the workers' devices, and one
-//! for their hosts. Here, a holder is a slot that has leading blocks of the run in that memory. Its
-//! prefix length is the number of these blocks. Most runs have one to four holders, but a shared
-//! system prompt can be on all workers. So the representation depends on the number of holders.
+//! Most runs have one to four holders, but a shared system prompt can be on all workers. So the
+//! representation depends on the number of holders.
 
-/// Maximum number of holders that are stored in place, without an allocation.
 const INLINE_HOLDERS_MAX: usize = 4;
 
-/// The prefix length of each slot. A slot with a prefix length of 0 is not a holder.
+/// A slot with a prefix length of 0 is not a holder.
 #[derive(Debug, Clone)]
 pub(super) enum WorkerSet {
-    /// At most [`INLINE_HOLDERS_MAX`] holders, in no particular order. Unused entries have a prefix
-    /// length of 0.
+    /// In no particular order. Unused entries have a prefix length of 0.
     Inline([Hold; INLINE_HOLDERS_MAX]),
-    /// A list of holders in no particular order, without prefix lengths of 0.
+    /// In no particular order, without prefix lengths of 0.
     List(Vec<Hold>),
-    /// The prefix length of each slot, by slot. Slots beyond the vector's end are not holders.
+    /// By slot. Slots beyond the vector's end are not holders.
     BySlot(Vec<u16>),
 }
 
-/// A holder: a slot and its prefix length.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Hold {
     pub(super) slot: u16,
@@ -35,7 +29,6 @@ impl Default for WorkerSet {
 }
 
 impl WorkerSet {
-    /// Returns the heap memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Inline(_) => 0,
@@ -44,7 +37,7 @@ impl WorkerSet {
         }
     }
 
-    /// Returns a slot's prefix length, or 0 if the slot is not a holder.
+    /// 0 if the slot is not a holder.
     pub(super) fn get(&self, slot: u16) -> u16 {
         let find = |holds: &[Hold]| {
             let hold = holds.iter().find(|hold| hold.slot == slot && hold.prefix_len > 0);
@@ -57,7 +50,6 @@ impl WorkerSet {
         }
     }
 
-    /// Iterates over all holders, in no particular order.
     pub(super) fn iter(&self) -> impl Iterator<Item = Hold> {
         let (list, prefix_lens): (&[Hold], &[u16]) = match self {
             Self::Inline(inline) => (inline, &[]),
@@ -68,7 +60,6 @@ impl WorkerSet {
         list.iter().copied().chain(by_slot).filter(|hold| hold.prefix_len > 0)
     }
 
-    /// Returns the longest prefix length.
     pub(super) fn longest_prefix_len(&self) -> u16 {
         let longest = |holds: &[Hold]| holds.iter().map(|hold| hold.prefix_len).max().unwrap_or(0);
         match self {
@@ -82,7 +73,6 @@ impl WorkerSet {
         self.longest_prefix_len() == 0
     }
 
-    /// Sets a slot's prefix length. `slot_count` is the number of all slots in the tree.
     pub(super) fn set(&mut self, slot: u16, prefix_len: u16, slot_count: usize) {
         match self {
             Self::Inline(inline) => {
@@ -126,7 +116,7 @@ impl WorkerSet {
         }
     }
 
-    /// Lowers every prefix length to at most `len_max`, which must not be 0.
+    /// `len_max` must not be 0.
     pub(super) fn limit_prefix_lens(&mut self, len_max: u16) {
         let limit = |prefix_len: &mut u16| *prefix_len = len_max.min(*prefix_len);
         match self {
@@ -136,11 +126,8 @@ impl WorkerSet {
         }
     }
 
-    /// Changes to the representation that suits the number of holders.
-    ///
-    /// The representation grows when the number of holders exceeds a limit, and shrinks when the
-    /// number is at most half of that limit. So one holder that comes and goes doesn't change the
-    /// representation.
+    /// The representation grows when the number of holders exceeds a limit, and shrinks when it is
+    /// at most half of that. So one holder that comes and goes doesn't change the representation.
     fn choose_representation(&mut self, slot_count: usize) {
         // A pass over the array of `BySlot` is vectorized, and a pass over `List` is not. With more
         // holders than an eighth of all slots, the array is faster.
@@ -167,15 +154,14 @@ impl WorkerSet {
         }
     }
 
-    /// Adds the blocks of this run to the depths that a look-up computes for a prompt.
-    ///
-    /// `depths` is indexed by slot: the number of leading blocks of the prompt that the slot has.
-    /// The run begins after `run_depth` blocks of the prompt, and its first `matched_len` blocks
-    /// are in the prompt. A slot with a depth below `run_depth` lacks a block before the run, so it
-    /// gains nothing.
+    /// Adds the blocks of this run to the depths that a look-up computes for a prompt. `depths` is
+    /// by slot: the leading blocks of the prompt that the slot has. The run begins after
+    /// `run_depth` blocks of the prompt, and its first `matched_len` blocks are in the prompt.
     pub(super) fn add_depths(&self, run_depth: u32, matched_len: u16, depths: &mut [u32]) {
         let extend = |depth: &mut u32, prefix_len: u16| {
             let new_depth = run_depth + u32::from(prefix_len.min(matched_len));
+            // A slot with a depth below `run_depth` lacks a block before the run, so it gains
+            // nothing.
             *depth = if *depth >= run_depth { new_depth.max(*depth) } else { *depth };
         };
         let extend_each = |holds: &[Hold], depths: &mut [u32]| {

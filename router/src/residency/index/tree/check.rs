@@ -1,8 +1,4 @@
 //! Checks the invariants of the overlap index's tree of blocks, for tests.
-//!
-//! The tree stores which blocks are resident on which worker. It keeps several counts and lists
-//! that follow from its runs (unbranched parts of a chain of blocks). The check computes them again
-//! from the runs, and panics if they differ. It changes nothing.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,10 +10,7 @@ use proto::{
 use super::{super::worker_set::WorkerSet, Children, ROOT, RUN_BLOCKS_MAX, Tree};
 
 impl Tree {
-    /// Checks all runs, the table, the LRU list and the counts.
-    ///
-    /// # Panics
-    /// If an invariant is broken, with its description.
+    /// Computes again from the runs what the tree keeps beside them.
     pub(in super::super) fn check_invariants(&self) {
         let free_ids: HashSet<RunId> = self.free_ids.iter().copied().collect();
         assert_eq!(free_ids.len(), self.free_ids.len(), "a run is in the free list only once");

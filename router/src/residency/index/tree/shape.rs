@@ -1,8 +1,6 @@
 //! Creates, extends, splits, joins and removes the runs of the overlap index's tree.
 //!
-//! A run is an unbranched part of a chain of blocks, and a holder's hold is a prefix of a run. The
-//! parent module decides which holds begin and end. The functions here change the runs accordingly,
-//! and keep the tree's block count, table, children and LRU list consistent with the runs.
+//! Keeps the tree's block count, table, children and LRU list consistent with the runs.
 
 use std::ops::Range;
 
@@ -17,9 +15,9 @@ use super::{
 };
 
 impl Tree {
-    /// Appends blocks that the tree doesn't have yet at `position`, which is the end of a run. They
-    /// extend that run if it is a leaf that the holder has completely. Otherwise they begin a new
-    /// run. Appends only as many blocks as fit into one run, and returns the position after them.
+    /// Appends blocks that the tree doesn't have yet at the end of a run. They extend that run if
+    /// it is a leaf that the holder has completely. Otherwise they begin a new run. Appends only as
+    /// many as fit into one run, and returns the position after them.
     pub(super) fn append(
         &mut self,
         holder: Holder,
@@ -56,8 +54,8 @@ impl Tree {
         Ok(Position { run, blocks_before: new_len })
     }
 
-    /// Adds a run's blocks from index `from` on to the table. Stops at a block that can't follow
-    /// its predecessor or is already known. Returns that block's index, or else the run's length.
+    /// Stops at a block that can't follow its predecessor or is already known. Returns that block's
+    /// index, or else the run's length.
     fn add_to_table(&mut self, run: RunId, from: usize) -> usize {
         let Self { table, runs, .. } = self;
         let this = &runs[run as usize];
@@ -77,7 +75,6 @@ impl Tree {
         end
     }
 
-    /// Adds an empty run as a child of `parent`. Returns its id.
     fn add_child(&mut self, parent: RunId) -> RunId {
         let depth = self[parent].depth as usize + self[parent].blocks.len();
         let depth = u32::try_from(depth).expect("no prompt has four billion blocks");
@@ -90,7 +87,6 @@ impl Tree {
         run
     }
 
-    /// Stores a run under a free id. The caller links it to its parent.
     fn store_run(&mut self, run: Run) -> RunId {
         self.heap_bytes += run.heap_bytes();
         if let Some(id) = self.free_ids.pop() {
@@ -109,14 +105,13 @@ impl Tree {
         id
     }
 
-    /// Frees a run's id and memory. The caller has removed the run from all other places.
+    /// The caller has removed the run from all other places.
     fn free_run(&mut self, run: RunId) {
         self.change_run(run, |run| *run = Run::default());
         self.children[run as usize] = Children::default();
         self.free_ids.push(run);
     }
 
-    /// Makes the table entries of a range of blocks of run `from` point to run `to`.
     fn redirect_entries(&mut self, from: RunId, range: Range<usize>, to: RunId) {
         let Self { table, runs, .. } = self;
         for (_, key, entry) in runs[from as usize].entries(from, range) {
@@ -124,10 +119,9 @@ impl Tree {
         }
     }
 
-    /// Splits a run after its first `head_len` blocks. Returns the ids of head and tail.
-    ///
-    /// If the run has children, the tail keeps the run's id, because the children name it as their
-    /// parent. Otherwise the longer part keeps the id, because fewer table entries change then.
+    /// Returns the ids of head and tail. If the run has children, the tail keeps the run's id,
+    /// because the children name it as their parent. Otherwise the longer part keeps the id,
+    /// because fewer table entries change then.
     pub(super) fn split(&mut self, run: RunId, head_len: usize) -> (RunId, RunId) {
         let len = self[run].blocks.len();
         debug_assert!(0 < head_len && head_len < len, "both parts have blocks");
@@ -145,8 +139,7 @@ impl Tree {
         self.change_run(head_id, |run| *run = head);
         self.change_run(tail_id, |run| *run = tail);
         if may_split_group {
-            // The entry of a divided group leads only to the group's blocks in the head. The
-            // group's blocks in the tail now need entries of their own.
+            // The entry of a divided group leads only to the group's blocks in the head.
             let Self { table, runs, .. } = self;
             let tail = &runs[tail_id as usize];
             for (_, key, entry) in tail.entries(tail_id, 0..tail.ungrouped_len()) {
@@ -216,8 +209,8 @@ impl Tree {
         kept_id
     }
 
-    /// Tidies a run after some of its holds have ended or become shorter. Removes the blocks at the
-    /// end of a leaf that no holder has, and empty runs. Joins runs where that is possible.
+    /// Call this after some holds of the run have ended or become shorter. Removes the blocks at
+    /// the end of a leaf that no holder has, and empty runs. Joins runs where that is possible.
     pub(super) fn tidy(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT {
@@ -238,7 +231,6 @@ impl Tree {
         }
     }
 
-    /// Removes an empty leaf run from the tree.
     fn drop_leaf(&mut self, run: RunId) {
         let parent = self[run].parent;
         self.lru.remove(run);
@@ -249,7 +241,6 @@ impl Tree {
         }
     }
 
-    /// Removes the blocks of a leaf run after its first `len` blocks.
     fn truncate_leaf(&mut self, run: RunId, len: usize) {
         let Self { table, runs, .. } = self;
         let this = &runs[run as usize];
@@ -280,8 +271,6 @@ impl Children {
 }
 
 impl Run {
-    /// Keeps the first `head_len` blocks. Returns a run with the other blocks, whose parent is
-    /// `head_id`.
     fn split_off(&mut self, head_len: usize, head_id: RunId) -> Self {
         let blocks = self.blocks.split_off(head_len);
         self.blocks.shrink_to_fit();
@@ -292,7 +281,7 @@ impl Run {
         Self { blocks, device, host: host.and_then(to_box), depth, parent: head_id }
     }
 
-    /// Appends the blocks of a child run. Each holder of the child must have all of this run.
+    /// Each holder of the child must have all of this run.
     fn absorb(&mut self, child: &Self, slot_count: usize) {
         let len = self.blocks.len();
         self.blocks.reserve_exact(child.blocks.len());
@@ -306,8 +295,7 @@ impl Run {
     }
 }
 
-/// Splits the holds of a run as its blocks are split: limits `holds` to the first `head_len`
-/// blocks, and returns the holds on the tail.
+/// Limits `holds` to the first `head_len` blocks, and returns the holds on the tail.
 fn split_holds(holds: &mut WorkerSet, head_len: usize) -> WorkerSet {
     let head_len = to_prefix_len(head_len);
     let to_tail_hold =
