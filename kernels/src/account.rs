@@ -1,25 +1,13 @@
 //! Audits the KV pool of a running engine: tells which pages each session holds, and finds faults.
 //!
-//! An audit copies the rows of `req_to_token`, the free lists and the radix tree's slots, and
-//! counts in the copy, so the engine needn't stop. The audit returns a [`Report`]. The engine's
-//! process makes audits through the C library (`capi`), the agent's process through `crate::ipc`.
-//!
-//! - A row's *version* is a number that the engine changes whenever it may have rewritten the row.
-//!   By the versions, an audit leaves out the rows that changed while they were copied.
-//! - A *sealed* page is a page that the engine must not rewrite any more. An audit *digests* some
-//!   sealed pages: it makes a hash of their contents, which shows whether they changed.
-//!
-//! [`Accountant`] knows the order of the steps. `snapshot` defines the inputs. `backend` defines
-//! the trait of the code that copies and counts, and `host` and `device` implement that trait.
-//! [`crate::audit`] finds faults, and [`crate::digest`] compares digests.
-//!
-//! An audit has three steps:
-//! 1. [`Accountant::begin`] takes a snapshot. The caller is the scheduler's thread, between two
-//!    steps of the engine. For a pool on a device, this only enqueues work.
-//! 2. When [`Accountant::is_ready`] returns true, the copy is made. The caller now reads the rows'
-//!    current versions, on the scheduler's thread.
-//! 3. [`Accountant::finish`] drops the rows whose current version isn't that of the snapshot,
-//!    because their copy may be wrong. It returns the report. The caller may be any thread.
+//! An audit counts in a copy, so the engine needn't stop:
+//! 1. [`Accountant::begin`] takes a snapshot, on the scheduler's thread, between two steps of the
+//!    engine. For a pool on a device, this only enqueues work.
+//! 2. When [`Accountant::is_ready`], the copy is made. The caller now reads the rows' current
+//!    *versions*, on the scheduler's thread: the engine changes a row's version whenever it may
+//!    have rewritten the row.
+//! 3. [`Accountant::finish`], on any thread, drops the rows whose version has changed, because
+//!    their copy may be wrong.
 
 mod backend;
 #[cfg(feature = "cuda")]
@@ -41,7 +29,6 @@ use crate::{
 use backend::{Backend, CopyLayout, Counts, PageDigest};
 use std::collections::{BTreeMap, btree_map};
 
-/// Why an audit has no report.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -81,7 +68,6 @@ impl std::fmt::Debug for Accountant {
     }
 }
 
-/// The audit in progress: it has begun and not ended.
 #[derive(Debug)]
 struct OpenAudit {
     /// The live rows of the snapshot, in the order of the copy.
@@ -90,22 +76,16 @@ struct OpenAudit {
     keys: Vec<u64>,
     /// The numbers of the page references whose pages are digested; see [`CopyLayout`].
     window: std::ops::Range<u32>,
-    /// Whether the engine's snapshot is complete; see [`Snapshot::is_complete`].
     is_snapshot_complete: bool,
-    /// Whether the audit digests pages, so that its report says which sealed pages changed.
     has_digests: bool,
-    /// Whether the private copy has been made.
     is_ready: bool,
 }
 
-/// A live row of the snapshot, placed in the copy.
 #[derive(Clone, Copy, Debug)]
 struct PlannedRow {
     live: LiveRow,
-    /// The version in the snapshot.
     version: u64,
-    /// The number of sealed pages, at the row's beginning. They must not change while the session
-    /// has the same key.
+    /// At the row's beginning. These pages must not change while the session has the same key.
     sealed_pages: u32,
     /// The number of pages at the row's beginning that the radix tree owns; `None` if unknown.
     protected_pages: Option<u32>,
@@ -118,11 +98,8 @@ impl Accountant {
         Self::with_backend(pool, backend)
     }
 
-    /// Makes an accountant for a pool in the memory of a CUDA device. Counts with the kernels.
-    ///
-    /// # Errors
-    /// When the device has no room for the copy: about 13 bytes per page of the pool, and 80 bytes
-    /// per row of `req_to_token`.
+    /// Audits a pool in the memory of a CUDA device, by the kernels. The copy takes about 13 bytes
+    /// per page of the pool, and 80 bytes per row of `req_to_token`.
     #[cfg(feature = "cuda")]
     pub fn device(pool: Pool, device: crate::cuda::Device) -> Result<Self, Error> {
         let backend = Box::new(device::DeviceBackend::new(device, &pool)?);
@@ -138,16 +115,11 @@ impl Accountant {
         &self.pool
     }
 
-    /// Returns the number of sessions in the audit in progress, or `None` if there is no audit.
     pub fn session_count(&self) -> Option<usize> {
         self.open_audit.as_ref().map(|open| open.keys.len())
     }
 
-    /// Begins an audit without waiting. On the host, this takes the private copy. On a device, this
-    /// enqueues the copy behind everything enqueued on `stream` so far.
-    ///
-    /// # Errors
-    /// When the snapshot doesn't fit this pool, an audit is in progress, or the device fails.
+    /// Doesn't wait. A device copies behind everything enqueued on `stream` so far.
     pub fn begin(&mut self, snapshot: &Snapshot<'_>, stream: Stream) -> Result<(), Error> {
         if self.open_audit.is_some() {
             return Err(Error::Busy);
@@ -167,24 +139,17 @@ impl Accountant {
         Ok(())
     }
 
-    /// Returns whether the private copy has been made. The engine must still keep its lists until
-    /// [`Self::finish`] has returned; after that, it may free or change them.
-    ///
-    /// # Errors
-    /// When there is no audit, or the device fails.
+    /// Whether the private copy has been made. The engine must keep its lists until
+    /// [`Self::finish`] has returned.
     pub fn is_ready(&mut self) -> Result<bool, Error> {
         let open = self.open_audit.as_mut().ok_or(Error::Idle)?;
         open.is_ready = open.is_ready || self.backend.is_copied()?;
         Ok(open.is_ready)
     }
 
-    /// Ends the audit and returns its report. `current_versions` lists the live rows with the
-    /// versions that they had after the copy was ready. A row that is not in this list, or has
-    /// another version there, is left out of the audit and counted in [`Report::rows_changed`].
-    ///
-    /// # Errors
-    /// When there is no audit, the copy is not ready, or the device fails. If the copy is not
-    /// ready, the audit continues. After any other error, the audit is over.
+    /// `current_versions` lists the live rows with the versions that they had after the copy was
+    /// ready. A row that isn't in it, or has another version, is left out and counted in
+    /// [`Report::rows_changed`]. After an error other than [`Error::NotReady`], the audit is over.
     pub fn finish(&mut self, current_versions: &[(u32, u64)]) -> Result<Report, Error> {
         if !self.open_audit.as_ref().ok_or(Error::Idle)?.is_ready {
             return Err(Error::NotReady);
@@ -220,16 +185,12 @@ impl Accountant {
         Ok(report)
     }
 
-    /// Abandons the audit in progress, if any. Waits until nothing reads the engine's lists.
-    ///
-    /// # Errors
-    /// When the device fails.
+    /// Waits until nothing reads the engine's lists.
     pub fn abandon(&mut self) -> Result<(), Error> {
         self.open_audit = None;
         self.backend.wait()
     }
 
-    /// Plans an audit: the order of the rows in the copy, and the pages to digest.
     fn plan_audit(&mut self, snapshot: &Snapshot<'_>) -> OpenAudit {
         let page_shift = self.pool.page_shift();
         let pages = |tokens: u32| tokens.div_ceil(1 << page_shift);
@@ -286,9 +247,7 @@ impl Accountant {
         Ok(audit::find_faults(&copy, valid_rows, self.pool.pages(), page_shift, scope))
     }
 
-    /// Compares the digests of the sealed pages in the window with those of earlier audits, and
-    /// returns the counts and the pages that changed. Leaves out the rows that changed.
-    /// `has_changed` says of each row of `open` whether it changed.
+    /// Leaves out the rows that changed, as `has_changed` says of each row of `open`.
     fn compare_digests(
         &mut self,
         open: &OpenAudit,
@@ -333,7 +292,6 @@ fn find_changed_rows(rows: &[PlannedRow], current_versions: &[(u32, u64)]) -> Ve
     rows.iter().map(|row| !is_same(row)).collect()
 }
 
-/// Returns the rows that didn't change. `has_changed` has a value per row.
 fn unchanged<'a>(
     rows: &'a [PlannedRow],
     has_changed: &'a [bool],
@@ -357,8 +315,7 @@ fn collect_valid_rows(rows: &[PlannedRow], has_changed: &[bool], page_shift: u32
     valid_rows
 }
 
-/// Returns the report's entries of the sessions that have rows, and of which no row changed.
-/// `is_pool_known` says whether the report has [`Report::pages_by_owner`].
+/// Leaves out sessions of which a row changed. `is_pool_known`: with [`Report::pages_by_owner`].
 fn session_entries(
     rows: &[PlannedRow],
     has_changed: &[bool],

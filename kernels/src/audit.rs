@@ -1,18 +1,9 @@
 //! Finds the faults in a copy of an engine's rows, free lists and radix tree, and names the pages.
 //!
-//! A fault is, for example, a page without an owner, or a free page that a row still references.
-//! An audit (see [`crate::account`]) first only counts pages. If the counts show a fault, the audit
-//! reads the copy into host memory and calls [`find_faults`], which returns the faults by kind.
-//! Nothing here reads the engine's memory or a GPU.
-//!
-//! Not every copy can show every fault. Two types are proofs of what a copy can show:
-//! - [`SameMoment`]: rows and lists may be compared. To find a page that is free and in a row, an
-//!   audit needs this proof.
-//! - [`CompleteCopy`]: also, no row is missing. To find a page without an owner, an audit needs
-//!   this proof.
-//!
-//! A copy never shows [`FaultKind::SealedPageChanged`]: an engine rewrote a page that it must not
-//! rewrite. [`crate::digest`] finds those pages, and [`changed_page_findings`] lists them.
+//! An audit calls this only if its counts show a fault. Nothing here reads the engine's memory or a
+//! GPU. Not every copy can show every fault: [`SameMoment`] proves that rows and lists may be
+//! compared, [`CompleteCopy`] also that no row is missing. [`crate::digest`] finds sealed pages
+//! that an engine rewrote, which no copy shows.
 
 use crate::{
     digest::ChangedPage,
@@ -27,17 +18,13 @@ use std::collections::BTreeSet;
 #[derive(Clone, Copy, Debug)]
 pub struct SameMoment(());
 
-/// Proof of [`SameMoment`], and that the copy has every row that holds pages. No row was left out,
-/// because no row changed while it was copied.
+/// Proof of [`SameMoment`], and that no row is missing, nor left out because it changed meanwhile.
 #[derive(Clone, Copy, Debug)]
 pub struct CompleteCopy(());
 
 impl Scope {
-    /// Returns the scope of a copy.
-    ///
     /// The engine sets `is_snapshot_complete` if its snapshot has every row that holds pages, and
-    /// rows, free lists and radix tree are from the same moment. `rows_changed` is the number of
-    /// rows that the engine may have changed while they were copied. The audit leaves those out.
+    /// rows, free lists and radix tree are from the same moment. `rows_changed` were left out.
     pub fn new(is_snapshot_complete: bool, rows_changed: usize) -> Self {
         match (is_snapshot_complete, rows_changed) {
             (false, _) => Self::Partial,
@@ -46,12 +33,10 @@ impl Scope {
         }
     }
 
-    /// Returns the proof that rows and lists are from the same moment, if they are.
     pub fn same_moment(self) -> Option<SameMoment> {
         (self != Self::Partial).then_some(SameMoment(()))
     }
 
-    /// Returns the proof that the copy is complete, if it is.
     pub fn complete_copy(self) -> Option<CompleteCopy> {
         (self == Self::Complete).then_some(CompleteCopy(()))
     }
@@ -60,7 +45,6 @@ impl Scope {
 /// The number of faults of one kind, and the pages or list entries of the first few faults.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultTally {
-    /// The number of all faults.
     pub count: u64,
     /// At most [`FAULTS_PER_KIND_MAX`] values of [`Finding::page_or_entry`].
     pub first_values: Vec<i64>,
@@ -78,7 +62,6 @@ impl FaultTally {
 /// The pages of a list of ids (a free list or the radix tree), with the faults in the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedPages {
-    /// The same set as [`reference::slots_to_set`] returns.
     pub set: PageSet,
     /// Pages that the list names more than once. A page that is named three times counts twice.
     pub repeated: FaultTally,
@@ -87,8 +70,7 @@ pub struct ListedPages {
 }
 
 impl ListedPages {
-    /// Reads a list of ids of a pool of `pages` pages. A page has `1 << shift` ids. If `shift` is
-    /// 0, the ids are page ids, otherwise token slots.
+    /// A page has `1 << shift` ids. If `shift` is 0, they are page ids, otherwise token slots.
     pub fn new(ids: impl IntoIterator<Item = i64>, shift: u32, pages: u32) -> Self {
         let mut has = vec![false; pages as usize];
         let (mut repeated, mut invalid) = (FaultTally::default(), FaultTally::default());
@@ -115,11 +97,9 @@ impl ListedPages {
     }
 }
 
-/// A copy of the engine's rows, free lists and radix tree in host memory.
 #[derive(Clone, Debug, Default)]
 pub struct PoolCopy {
-    /// The ids of the rows' pages, one row after another. This is the page list of
-    /// [`reference::gather_pages`]. [`LiveRow::list_start`] is the index where a row begins.
+    /// The page list of [`reference::gather_pages`].
     pub row_page_ids: Vec<u32>,
     /// The pages in the free lists; `None` if the snapshot has no free list.
     pub free: Option<ListedPages>,
@@ -127,22 +107,16 @@ pub struct PoolCopy {
     pub tree: Option<ListedPages>,
 }
 
-/// The rows whose copy is valid, because they didn't change while they were copied.
 #[derive(Clone, Debug, Default)]
 pub struct ValidRows {
     pub rows: Vec<LiveRow>,
-    /// The unprotected parts of these rows, each as a row: the part behind the protected part,
-    /// which is the row's beginning that the radix tree owns. A row whose protected part is unknown
-    /// is not in this list.
+    /// Of each row, the part behind the beginning that the radix tree owns. A row of which that is
+    /// unknown is not in this list.
     pub unprotected: Vec<LiveRow>,
 }
 
-/// Returns the kinds of fault that a copy can show. A report has an entry for each of these kinds,
-/// also if there is no such fault. [`FaultKind::SealedPageChanged`] is never among them, because a
-/// copy of rows and lists doesn't show the pages' contents.
-///
-/// The arguments say whether the copy has the free lists, the radix tree, and rows with a part that
-/// the radix tree doesn't own.
+/// A report has an entry for each of these kinds, also if there is no such fault.
+/// `has_unprotected`: the copy has rows with a part that the radix tree doesn't own.
 pub fn detectable_kinds(
     scope: Scope,
     has_free: bool,
@@ -165,8 +139,7 @@ pub fn detectable_kinds(
     FaultKind::ALL.into_iter().filter(can_show).collect()
 }
 
-/// Returns the findings of every kind of fault that the copy can show. The pool has `npages` pages
-/// of `1 << page_shift` tokens.
+/// The pool has `npages` pages of `1 << page_shift` tokens.
 pub fn find_faults(
     copy: &PoolCopy,
     valid_rows: &ValidRows,
@@ -182,13 +155,11 @@ pub fn find_faults(
     kinds.into_iter().map(|kind| finder.find(kind, scope)).collect()
 }
 
-/// Returns the findings of a kind that has no fault.
 pub fn no_faults(kind: FaultKind) -> KindFindings {
     KindFindings { kind, count: 0, first_faults: vec![] }
 }
 
-/// Returns the findings of sealed pages whose contents changed; [`crate::digest`] has found the
-/// pages. The engine must not rewrite a sealed page while its session's key stays the same.
+/// `pages` are those that [`crate::digest`] has found.
 pub fn changed_page_findings(pages: &[ChangedPage]) -> KindFindings {
     let mut pages = pages.to_vec();
     pages.sort_unstable();
@@ -204,7 +175,6 @@ pub fn changed_page_findings(pages: &[ChangedPage]) -> KindFindings {
     }
 }
 
-/// Looks for faults in one copy.
 struct FaultFinder<'a> {
     copy: &'a PoolCopy,
     valid_rows: &'a ValidRows,
@@ -214,8 +184,7 @@ struct FaultFinder<'a> {
 }
 
 impl FaultFinder<'_> {
-    /// Returns the findings of one kind of fault. They are empty if a copy with this scope can't
-    /// show that kind.
+    /// The findings are empty if a copy with this scope can't show the kind.
     fn find(&self, kind: FaultKind, scope: Scope) -> KindFindings {
         let empty_tally = FaultTally::default;
         let list_tally = |tally: Option<&FaultTally>| tally.cloned().unwrap_or_default();
@@ -256,8 +225,7 @@ impl FaultFinder<'_> {
         KindFindings { kind, count: tally.count, first_faults }
     }
 
-    /// Returns, for each of `pages`, the sessions whose rows hold the page. For
-    /// [`FaultKind::CachedUnprotected`], only the rows' unprotected parts count.
+    /// For [`FaultKind::CachedUnprotected`], only the rows' unprotected parts count.
     fn holding_sessions(&self, kind: FaultKind, pages: &[i64]) -> Vec<BTreeSet<u32>> {
         let mut holders = vec![BTreeSet::new(); pages.len()];
         if pages.is_empty() || matches!(kind, FaultKind::BadFreeEntry | FaultKind::BadTreeEntry) {
@@ -307,7 +275,6 @@ impl FaultFinder<'_> {
         self.tally_pages(|page| lists_page(&self.copy.tree, page) && unprotected.refcnt[page] > 0)
     }
 
-    /// Counts and lists the pages of the pool for which `is_fault` returns true.
     fn tally_pages(&self, is_fault: impl Fn(usize) -> bool) -> FaultTally {
         let mut tally = FaultTally::default();
         for page in (0..self.marks.refcnt.len()).filter(|&page| is_fault(page)) {
@@ -316,7 +283,6 @@ impl FaultFinder<'_> {
         tally
     }
 
-    /// Returns the findings of row entries that are not a page of the pool.
     fn bad_row_entries(&self) -> KindFindings {
         let mut findings = no_faults(FaultKind::BadRowEntry);
         for row in &self.valid_rows.rows {
@@ -341,12 +307,10 @@ impl FaultFinder<'_> {
     }
 }
 
-/// Returns whether there is a list, and the list names the page.
 fn lists_page(listed: &Option<ListedPages>, page: usize) -> bool {
     listed.as_ref().is_some_and(|listed| listed.set.has[page])
 }
 
-/// Returns the ids of one row's pages.
 fn row_pages<'a>(row: &LiveRow, row_page_ids: &'a [u32], page_shift: u32) -> &'a [u32] {
     let start = row.list_start as usize;
     &row_page_ids[start..start + row.pages(page_shift) as usize]

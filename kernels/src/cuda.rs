@@ -1,20 +1,11 @@
 //! Opens a GPU for audits of KV pages: loads the kernels, launches them, and manages their memory.
 //!
-//! The kernels' source is in `kernels/cuda/`, and [`mod@crate::reference`] defines what they
-//! compute. Each kernel is a method of [`Device`] that only enqueues its work. The order of the
-//! calls that make an audit is in [`crate::account`]. The modules:
-//! - `account` has the kernels' methods, `launch` starts a kernel.
-//! - `rows` checks the engine's live rows and puts them on the device.
-//! - `memory` manages device memory and page-locked host memory; `ipc` shares device memory with
-//!   another process.
-//! - `driver` calls the CUDA driver.
+//! The kernels' source is in `kernels/cuda/`; [`mod@crate::reference`] defines what they compute.
+//! Each kernel is a method of [`Device`] that only enqueues its work. Without CUDA, functions
+//! return errors and don't panic.
 //!
-//! A [`Device`] uses its GPU's primary context. In an engine's process, the engine uses that
-//! context too. The device has its own stream with the lowest priority, so that the engine's work
-//! comes first.
-//!
-//! [`missing`] says why this process can't use CUDA. In that case, the functions return errors and
-//! don't panic.
+//! A [`Device`] uses its GPU's primary context, as the engine in its process does. Its stream has
+//! the lowest priority, so that the engine's work comes first.
 
 mod account;
 mod driver;
@@ -43,7 +34,6 @@ const WARP: u32 = 32;
 /// Flag of a CUDA event without a timestamp. A timestamp costs device time.
 const EVENT_WITHOUT_TIME: u32 = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
 
-/// Why an operation on a device failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -67,27 +57,22 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether this is the error of a driver call that failed with `result`.
     fn is_driver_error(&self, result: CUresult) -> bool {
         matches!(self, Error::Driver { code, .. } if *code == result as u32)
     }
 }
 
-/// Checks that a size is not over its limit.
 fn at_most(what: &'static str, has: u64, limit: u64) -> Result<(), Error> {
     if has > limit { Err(Error::TooLarge { what, has, limit }) } else { Ok(()) }
 }
 
-/// One GPU with the accounting kernels loaded, and a stream of its own.
 #[derive(Debug)]
 pub struct Device {
     gpu: Arc<OpenGpu>,
     shape: LaunchShape,
 }
 
-/// The driver's handles of an open GPU: its context, stream and kernels. The [`Device`], all memory
-/// allocated with it and all its [`StreamPoint`]s share them. They are released with the last of
-/// these.
+/// Released with the last of the [`Device`], its memory and its [`StreamPoint`]s.
 #[derive(Debug)]
 struct OpenGpu {
     ordinal: u32,
@@ -142,7 +127,6 @@ impl Drop for OpenGpu {
 }
 
 impl Device {
-    /// Opens the GPU with this CUDA ordinal, and loads the kernels from the fatbin `image`.
     pub fn open(ordinal: u32, image: &[u8]) -> Result<Device, Error> {
         if let Some(missing) = missing() {
             return Err(missing.into());
@@ -198,7 +182,6 @@ impl Device {
         Ok(uuid.bytes.map(i8::cast_unsigned))
     }
 
-    /// Returns the driver's handle of the stream on which everything is enqueued.
     pub fn stream(&self) -> u64 {
         self.gpu.stream as u64
     }
@@ -208,8 +191,7 @@ impl Device {
         self.shape = shape;
     }
 
-    /// Makes all work that is enqueued on this device from now on wait for the work that is already
-    /// enqueued on `stream`.
+    /// Makes what is enqueued from now on wait for what is already enqueued on `stream`.
     ///
     /// # Safety
     /// `stream` must be a stream of this GPU's primary context, or 0 for its default stream.
@@ -229,14 +211,12 @@ impl Device {
         unsafe { StreamPoint::record(&self.gpu, self.gpu.stream, EVENT_WITHOUT_TIME) }
     }
 
-    /// Records a point like [`Device::record`]. The device also stores the time when it reaches the
-    /// point, for [`StreamPoint::since`].
+    /// The device also stores the time when it reaches the point, for [`StreamPoint::since`].
     pub fn record_timed(&self) -> Result<StreamPoint, Error> {
         // SAFETY: the stream belongs to `self` and exists.
         unsafe { StreamPoint::record(&self.gpu, self.gpu.stream, 0) }
     }
 
-    /// Waits until all enqueued work is done, and returns its errors.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.gpu.synchronize()
     }
@@ -253,7 +233,6 @@ impl Device {
     }
 }
 
-/// A point in a stream's work, recorded as an event.
 #[derive(Debug)]
 pub struct StreamPoint {
     gpu: Arc<OpenGpu>,
@@ -286,7 +265,6 @@ impl StreamPoint {
         }
     }
 
-    /// Returns whether all work enqueued before this point is done, or the error of that work.
     pub fn is_done(&self) -> Result<bool, Error> {
         let _current = self.gpu.enter()?;
         // SAFETY: the event exists until `self` is dropped.
@@ -332,7 +310,6 @@ fn check_fatbin(image: &[u8]) -> Result<(), Error> {
     if magic == u64::from(MAGIC) && is_whole { Ok(()) } else { Err(Error::IncompleteImage) }
 }
 
-/// Returns the kernel with this name.
 fn find_function(module: CUmodule, name: &'static CStr) -> Result<CUfunction, Error> {
     let mut function = ptr::null_mut();
     // SAFETY: the module is loaded, and the name is NUL-terminated.

@@ -1,20 +1,14 @@
 //! Chooses the sealed pages whose contents an audit digests, and finds the pages that changed.
 //!
 //! A page is *sealed* if all its tokens lie in the part of a row that the engine must not rewrite
-//! while the row's session has the same *key*, a number. A session gets another key when its KV is
-//! computed anew, or when the session may have given up a sealed page. A page's *digest* is a hash
-//! of its contents. A sealed page whose digest changes while the key stays the same is a fault.
+//! while the row's session has the same *key*. A session gets another key when its KV is computed
+//! anew, or when it may have given up a sealed page. A page's *digest* is a hash of its contents. A
+//! sealed page whose digest changes while the key stays the same is a fault.
 //!
-//! All pages are too many for one audit. So each audit digests one *window*: a limited number of
-//! page references, each of which is one page of one row. The next audit's window begins where this
-//! window ends, so every sealed page gets its turn.
-//!
-//! [`DigestMemory`] keeps the first digest of each pair of key and page, until the key is gone. A
-//! full memory drops a page that it has compared, and takes in a new page instead. In this way the
-//! memory covers a pool that has more pages than the memory, part by part.
-//!
-//! [`crate::account`] calls this module, which only computes. A backend of [`crate::account`] reads
-//! the KV and makes the digests.
+//! All pages are too many for one audit, so each audit digests one *window* of page references (a
+//! reference is one page of one row), and the next window begins where this one ends. A full
+//! [`DigestMemory`] drops a page that it has compared, and takes in a new one: so it covers, part
+//! by part, a pool that has more pages than the memory.
 
 use crate::report::DigestCounts;
 use std::{
@@ -22,40 +16,30 @@ use std::{
     ops::Range,
 };
 
-/// The default for the maximum number of remembered pages: 65,536 entries of about 60 bytes are
-/// 4 MiB.
+/// 65,536 entries of about 60 bytes are 4 MiB.
 pub const REMEMBERED_PAGES_MAX: usize = 1 << 16;
 
-/// One live row of `req_to_token`, with the facts that choose its pages for digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestRow {
-    /// The key of the row's session.
     pub key: u64,
-    /// The row's index in `req_to_token`.
     pub row: u32,
-    /// Number of the row's pages.
     pub pages: u32,
     /// Number of the row's sealed pages, which are its first ones; may be 0.
     pub sealed_pages: u32,
 }
 
-/// The plan of one audit: how the caller places the rows in its copy, and which part of the copy it
-/// digests.
+/// How the caller places the rows in its copy, and which part of the copy it digests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DigestPlan {
-    /// Indexes into the `rows` of [`DigestMemory::plan`]. The copy holds the rows in this order,
-    /// so that the window is one contiguous range.
+    /// Indexes into the `rows` of [`DigestMemory::plan`], ordered so that the window is contiguous.
     pub order: Vec<usize>,
-    /// The numbers of the page references to digest. Number 0 is the first page of the first row in
-    /// `order`, and the count runs on through all pages of each row. So the window can hold pages
-    /// that aren't sealed. The caller must not give their digests to [`DigestMemory::compare`].
+    /// The page references to digest, counted through all pages of the rows in `order`. The window
+    /// can hold pages that aren't sealed: their digests must not get to [`DigestMemory::compare`].
     pub window: Range<u32>,
 }
 
-/// One digested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestedPage {
-    /// The key of the session.
     pub key: u64,
     /// The number of the session in the snapshot.
     pub session: u32,
@@ -63,22 +47,18 @@ pub struct DigestedPage {
     pub digest: u64,
 }
 
-/// A sealed page whose digest differs from the remembered digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ChangedPage {
     pub page: u32,
-    /// The number of the session in the snapshot.
     pub session: u32,
 }
 
-/// A session's key and one of its pages.
 type KeyAndPage = (u64, u32);
 
 /// The first digest of a page, with the key that the page's session then had.
 #[derive(Clone, Copy, Debug)]
 struct FirstDigest {
     digest: u64,
-    /// Whether a later audit has digested the page again.
     was_compared: bool,
 }
 
@@ -87,24 +67,19 @@ struct FirstDigest {
 struct WindowStart {
     key: u64,
     row: u32,
-    /// The page's index in the row.
     page_index: u32,
 }
 
-/// The digests of earlier audits.
 #[derive(Clone, Debug)]
 pub struct DigestMemory {
     remembered: BTreeMap<KeyAndPage, FirstDigest>,
-    /// The maximum number of entries in `remembered`.
     remembered_max: usize,
-    /// The remembered pages that were compared, in the order of their first comparison. To make
-    /// room, a full memory drops the first of these pages.
+    /// The compared pages, in the order of their first comparison. A full memory drops the first.
     drop_order: VecDeque<KeyAndPage>,
     next_window: WindowStart,
 }
 
 impl DigestMemory {
-    /// Makes a memory for up to `remembered_max` pages.
     pub fn new(remembered_max: usize) -> Self {
         Self {
             remembered: BTreeMap::new(),
@@ -114,8 +89,7 @@ impl DigestMemory {
         }
     }
 
-    /// Plans one audit: puts the rows of the next window first, and moves the window on. The
-    /// window holds at most `pages_max` page references.
+    /// The window holds at most `pages_max` page references.
     pub fn plan(&mut self, rows: &[DigestRow], pages_max: u32) -> DigestPlan {
         let has_sealed = |&index: &usize| rows[index].sealed_pages > 0 && pages_max > 0;
         let (mut order, unsealed): (Vec<_>, Vec<_>) = (0..rows.len()).partition(has_sealed);
@@ -142,8 +116,7 @@ impl DigestMemory {
         DigestPlan { order, window: start..end }
     }
 
-    /// Sets where the next window begins, and returns where this window ends. `start` is where
-    /// this window begins, in pages from the beginning of the first of `rows`.
+    /// Returns where this window ends. `start` and the result count pages from the first of `rows`.
     fn advance_window<'a>(
         &mut self,
         rows: impl Iterator<Item = &'a DigestRow>,
@@ -163,8 +136,7 @@ impl DigestMemory {
         end
     }
 
-    /// Compares new digests with the remembered digests, and returns the counts and the changed
-    /// pages. Forgets the pages of each key that is not in `keys`.
+    /// Also forgets the pages of each key that is not in `keys`.
     pub fn compare(
         &mut self,
         keys: &[u64],
@@ -204,8 +176,7 @@ impl DigestMemory {
         (counts, changed)
     }
 
-    /// Makes room for one page, if the memory is full and has a compared page to drop. Returns
-    /// whether there is room.
+    /// Drops a compared page if the memory is full. Returns whether there is room.
     fn make_room(&mut self) -> bool {
         if self.remembered.len() >= self.remembered_max
             && let Some(key_and_page) = self.drop_order.pop_front()
@@ -215,8 +186,6 @@ impl DigestMemory {
         self.remembered.len() < self.remembered_max
     }
 
-    /// Panics in debug builds if the memory exceeds its bound, or if `drop_order` has another
-    /// length than there are compared pages.
     pub fn check_invariants(&self) {
         if cfg!(debug_assertions) {
             assert!(self.remembered.len() <= self.remembered_max);

@@ -1,27 +1,18 @@
 //! Defines what each GPU kernel of page accounting computes: one plain Rust function per kernel.
 //!
-//! [`crate::account`] audits engines on a CPU with these functions. Tests compare the GPU kernels
-//! with them. All arithmetic is on integers and independent of order, so all results must be
-//! bit-equal.
+//! Audits on a CPU count with these functions, and tests compare the GPU kernels with them. All
+//! arithmetic is on integers and independent of order, so all results must be bit-equal.
 //!
 //! The input is the engine's table `req_to_token`: a row per request or session, and in the row one
 //! token slot per token. A row is live if a request or session uses it. A page is a group of
 //! consecutive token slots. Page 0 is the engine's padding page: no live row may name it, and it is
-//! never free.
-//!
-//! The first step is [`gather_pages`]. It makes the *page list*, in which each page of each live
-//! row has one entry, a *page reference*. From the list, [`mark`] makes the *marks*: how many
-//! references each page has, and which session owns the page. [`slots_to_set`] makes sets of pages
-//! from the engine's free lists and its radix tree. The other functions count with list, marks and
-//! sets. No function here decides what is a fault; [`crate::audit`] does.
+//! never free. In the *page list*, each page of each live row has one entry, a *page reference*.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Entry of the page list for a bad slot: a token slot that is not the first slot of a page.
 pub const PAGE_BAD: u32 = u32::MAX;
-/// Owner of a page that no live row references.
 pub const OWNER_NONE: u32 = u32::MAX;
-/// Owner of a page that rows of more than one session reference.
 pub const OWNER_SHARED: u32 = u32::MAX - 1;
 
 /// A live row of `req_to_token`, or a part of a live row.
@@ -30,24 +21,20 @@ pub const OWNER_SHARED: u32 = u32::MAX - 1;
 pub struct LiveRow {
     /// The row's index in `req_to_token`.
     pub row: u32,
-    /// The number of tokens in the row, or in the part.
     pub len: u32,
-    /// The number of the session to which the tokens belong.
     pub session: u32,
     /// Index of the row's first entry in the page list.
     pub list_start: u32,
 }
 
 impl LiveRow {
-    /// Returns the number of pages that the row's tokens occupy.
     pub fn pages(&self, page_shift: u32) -> u32 {
         let pages = u64::from(self.len).div_ceil(1 << page_shift);
         u32::try_from(pages).expect("a row has no more pages than tokens")
     }
 }
 
-/// Places the rows one after another in the page list: sets [`LiveRow::list_start`] of each row.
-/// Returns the list's length.
+/// Sets [`LiveRow::list_start`] of each row, one after another. Returns the list's length.
 pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
     let mut list_len = 0;
     for row in rows {
@@ -61,45 +48,37 @@ pub fn lay_out(rows: &mut [LiveRow], page_shift: u32) -> u64 {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct SessionPages {
-    /// The number of page references of the session's rows.
     pub refs: u64,
     /// The number of distinct pages that no other session references.
     pub exclusive_pages: u64,
-    /// The session's proportional share of its pages, in units of 2^-32 page. Each of its
-    /// references to a page adds one page divided by the number of all references to that page.
+    /// In units of 2^-32 page: each reference adds one page divided by all references to that page.
     pub share_q32: u64,
-    /// The number of contiguous runs of pages, counted in each row. A transfer of the session's KV
-    /// needs one descriptor per run.
+    /// Contiguous runs in each row. A transfer of the session's KV needs one descriptor per run.
     pub runs: u64,
     /// The number of unused token slots in the last pages of the session's rows.
     pub tail_tokens: u64,
-    /// The number of pages that closing the session would free: no other session references them,
-    /// and they are not in the radix tree.
+    /// Pages that no other session references, and that are not in the radix tree.
     pub freed_by_close: u64,
 }
 
 /// The reference count and the owner of every page, indexed by page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marks {
-    /// The number of references to the page.
     pub refcnt: Vec<u32>,
     /// A session's number, [`OWNER_NONE`] or [`OWNER_SHARED`].
     pub owner: Vec<u32>,
 }
 
 impl Marks {
-    /// Returns the number of distinct pages that live rows hold.
     pub fn held_pages(&self) -> u64 {
         self.refcnt.iter().filter(|&&count| count > 0).count() as u64
     }
 
-    /// Returns the number of pages that rows of more than one session hold.
     pub fn shared_pages(&self) -> u64 {
         self.owner.iter().filter(|&&owner| owner == OWNER_SHARED).count() as u64
     }
 
-    /// Returns the number of shared pages outside the radix tree. Sessions share pages only through
-    /// the tree, so each such page is a fault.
+    /// Shared pages outside the radix tree: sessions share only through it, so each is a fault.
     pub fn aliased_pages(&self, tree: &PageSet) -> u64 {
         let owners = self.owner.iter().zip(&tree.has);
         owners.filter(|&(&owner, &is_in_tree)| owner == OWNER_SHARED && !is_in_tree).count() as u64
@@ -113,12 +92,10 @@ pub struct PageSet {
     pub has: Vec<bool>,
     /// The number of entries that name a page again. In a free list, these are double frees.
     pub duplicates: u64,
-    /// The number of entries outside the pool.
     pub outside_pool: u64,
 }
 
 impl PageSet {
-    /// Returns the number of contiguous runs of pages in the set.
     pub fn runs(&self) -> u64 {
         let has_previous = std::iter::once(&false).chain(&self.has);
         let pairs = self.has.iter().zip(has_previous);
@@ -126,12 +103,10 @@ impl PageSet {
     }
 }
 
-/// The number of pages in each class. A page's class says whether the page is free, whether a row
-/// references the page, and whether the radix tree has the page.
+/// Pages counted by whether a page is free, a row references it, and the radix tree has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
-    /// Not free, not referenced and not in the radix tree. This is 1 in a pool without faults: the
-    /// padding page.
+    /// Neither free, referenced nor in the radix tree: without faults 1, the padding page.
     pub leaked: u64,
     pub free: u64,
     /// Referenced by rows and not in the radix tree.
@@ -151,11 +126,9 @@ impl From<[u64; 8]> for ClassCounts {
     }
 }
 
-/// `kv_gather_pages`: returns the page list of live rows, and the number of bad slots in it.
-///
-/// The function reads one token slot per page: the slot of the page's first token. The table
-/// `req_to_token` has `stride` entries per row. A slot is bad unless it is positive, a multiple of
-/// the page size and inside the pool. The list's entry for a bad slot is [`PAGE_BAD`].
+/// `kv_gather_pages`: returns the page list, and the number of bad slots. Only the slot of a page's
+/// first token is read. A slot is bad unless it is positive, a multiple of the page size and inside
+/// the pool.
 pub fn gather_pages(
     req_to_token: &[i32],
     stride: usize,
@@ -182,8 +155,7 @@ pub fn gather_pages(
     (page_list, bad_slots)
 }
 
-/// `kv_mark`: returns each page's reference count and owner. The owner is the session whose rows
-/// reference the page, [`OWNER_SHARED`] for several sessions, or [`OWNER_NONE`] for no session.
+/// `kv_mark`: each page's reference count, and the session whose rows reference the page.
 pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -> Marks {
     let mut refcnt = vec![0; npages as usize];
     let mut owner = vec![OWNER_NONE; npages as usize];
@@ -202,10 +174,8 @@ pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -
     Marks { refcnt, owner }
 }
 
-/// `kv_session`: returns the pages of each session, by session number.
-///
-/// Without `tree`, [`SessionPages::freed_by_close`] is an upper bound: all pages that no other
-/// session references.
+/// `kv_session`: by session number. Without `tree`, [`SessionPages::freed_by_close`] is an upper
+/// bound.
 pub fn session_pages(
     rows: &[LiveRow],
     page_list: &[u32],
@@ -238,14 +208,12 @@ pub fn session_pages(
     by_number
 }
 
-/// `kv_list_to_bitmap` for a list of page ids: returns the set of these pages.
 pub fn list_to_set(ids: impl IntoIterator<Item = u32>, npages: u32) -> PageSet {
     slots_to_set(ids.into_iter().map(i64::from), 0, npages)
 }
 
-/// `kv_list_to_bitmap` for a list of token slots: returns the set of their pages. Only the first
-/// slot of a page names the page. The other slots need only be inside the pool. If `page_shift` is
-/// 0, each slot is a page.
+/// `kv_list_to_bitmap` for token slots. Only a page's first slot names the page; the others need
+/// only be inside the pool.
 pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npages: u32) -> PageSet {
     let mut set = PageSet { has: vec![false; npages as usize], duplicates: 0, outside_pool: 0 };
     for slot in slots {
@@ -261,9 +229,8 @@ pub fn slots_to_set(slots: impl IntoIterator<Item = i64>, page_shift: u32, npage
     set
 }
 
-/// `kv_classify`: returns the number of pages in each class, indexed by class number. A class
-/// number is the sum of 4 for a free page, 2 for a referenced page, and 1 for a page in the radix
-/// tree.
+/// `kv_classify`: pages by class number, the sum of 4 for a free page, 2 for a referenced one, and
+/// 1 for one in the radix tree.
 pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
     let mut counts = [0; 8];
     for (page, &refcnt) in marks.refcnt.iter().enumerate() {
@@ -273,7 +240,6 @@ pub fn class_counts(free: &PageSet, marks: &Marks, tree: &PageSet) -> [u64; 8] {
     counts
 }
 
-/// Returns the number of pages in each class, like [`class_counts`], with names for the classes.
 pub fn classify(free: &PageSet, marks: &Marks, tree: &PageSet) -> ClassCounts {
     class_counts(free, marks, tree).into()
 }
@@ -285,12 +251,9 @@ pub struct KvBytes<'a> {
     pub page_bytes: usize,
 }
 
-/// `kv_digest_pages`: returns a digest of each page over all buffers; 0 for a page outside the
-/// pool.
-///
-/// Each 64-bit word is mixed with the number of its buffer and its index in the page. The digest is
-/// the sum of the results. So the words may be added in any order, but two words that change places
-/// change the digest. The digest finds accidental changes, not forged changes.
+/// `kv_digest_pages`: over all buffers; 0 for a page outside the pool. Words may be added in any
+/// order, but two words that change places change the digest, as each is mixed with its buffer's
+/// number and its index. The digest finds accidental changes, not forged ones.
 pub fn page_digest(buffers: &[KvBytes<'_>], pages: &[u32]) -> Vec<u64> {
     pages.iter().map(|&page| digest_page(buffers, page as usize).unwrap_or(0)).collect()
 }
@@ -316,7 +279,6 @@ fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// Returns the row's part of the page list.
 fn row_pages<'a>(row: &LiveRow, page_list: &'a [u32], page_shift: u32) -> &'a [u32] {
     let start = row.list_start as usize;
     &page_list[start..start + row.pages(page_shift) as usize]

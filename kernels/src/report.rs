@@ -1,17 +1,11 @@
 //! Defines the report of one audit of a KV pool: pages by owner, pages by session, and faults.
 //!
-//! [`crate::account`] fills in a [`Report`], from the engine's rows, free lists and radix tree. The
-//! module `bytes` encodes the report for the agent, which reads it in its own process. The types
-//! here hold results only: [`crate::audit`] finds the faults.
-//!
 //! - A *page reference* is one page of one row. A page that two rows name has two references.
 //! - The *padding page* is page 0. The engine never gives it to a row.
 //! - A *sealed* page lies in a part of a row that the engine must not rewrite any more.
 //! - The *protected part* of a row is its beginning, whose pages the radix tree owns.
 //!
-//! A snapshot of an engine can be incomplete. A figure that it can't give is absent from the
-//! report, never zero: an `Option` is `None`, a kind of fault has no entry in `findings`, or a
-//! session has no entry in `sessions`.
+//! A figure that an incomplete snapshot can't give is absent from the report, never zero.
 
 mod bytes;
 
@@ -23,33 +17,26 @@ pub use bytes::{Error, REPORT_BYTES_WITHOUT_SESSIONS_MAX, SESSION_BYTES_MAX, VER
 pub const FAULTS_PER_KIND_MAX: usize = 16;
 /// The maximum number of sessions that a report lists for one fault. The report counts all of them.
 pub const SESSIONS_PER_FAULT_MAX: usize = 8;
-/// The maximum number of session entries in one report.
 pub const SESSIONS_MAX: usize = 1 << 16;
 
-/// The report of one audit of one pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// The audit's number: 0 for an accountant's first finished audit, then 1, and so on.
     pub audit_number: u64,
-    /// How complete the audited copy was, which decides what the report can say.
     pub scope: Scope,
-    /// Tokens per page.
     pub page_tokens: u32,
     /// The number of pages in the pool, including the padding page.
     pub pages: u32,
     /// The number of rows in the audit: those that didn't change while they were copied.
     pub rows: u32,
-    /// The number of rows that changed while they were copied, and are left out.
     pub rows_changed: u32,
     /// The number of distinct pages that the rows in the audit reference.
     pub held_pages: u64,
     /// The free pages. Absent if the snapshot has no free list.
     pub free: Option<FreePages>,
-    /// Absent unless the scope is [`Scope::Complete`], and the snapshot has free lists and the
-    /// radix tree.
+    /// Absent unless the scope is [`Scope::Complete`], with free lists and radix tree.
     pub pages_by_owner: Option<PagesByOwner>,
-    /// The sessions that have rows, by ascending number. A session is left out if one of its rows
-    /// changed while it was copied.
+    /// By ascending number. A session is left out if it has no row, or one that changed meanwhile.
     pub sessions: Vec<Session>,
     pub digests: DigestCounts,
     /// By ascending kind. A kind of fault that this snapshot can't show has no entry.
@@ -62,17 +49,14 @@ impl Report {
         self.findings.iter().find(|findings| findings.kind == kind)
     }
 
-    /// Returns the number of all faults, of every kind.
     pub fn fault_count(&self) -> u64 {
         self.findings.iter().map(|findings| findings.count).fold(0, u64::saturating_add)
     }
 }
 
-/// How complete the audit's copy of the engine's rows, free lists and radix tree is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Scope {
-    /// All rows, the free lists and the radix tree are from the same moment, and no row changed
-    /// while it was copied. All figures are exact.
+    /// Everything is from the same moment, and no row changed meanwhile. All figures are exact.
     Complete,
     /// Rows, free lists and radix tree are from the same moment, but some rows changed while they
     /// were copied, and are left out. Every listed fault is real. Pages without an owner can't be
@@ -83,12 +67,9 @@ pub enum Scope {
     Partial,
 }
 
-/// The number of free pages, and how fragmented they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FreePages {
-    /// The number of distinct free pages.
     pub pages: u64,
-    /// The number of contiguous runs of free pages.
     pub runs: u64,
 }
 
@@ -112,45 +93,34 @@ pub struct PagesByOwner {
 /// The pages of one session. Counts are in pages unless a field says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Session {
-    /// The session's number in the snapshot.
     pub number: u32,
-    /// The number of page references of the session's rows.
     pub refs: u64,
     /// The number of distinct pages that no other session references.
     pub exclusive_pages: u64,
-    /// The session's proportional share of its pages, in units of 2^-32 page. Each of its
-    /// references to a page adds one page divided by the number of all references to that page.
+    /// In units of 2^-32 page: each reference adds one page divided by all references to that page.
     pub share_q32: u64,
-    /// The exact number of pages that closing the session frees. Absent unless the report has
-    /// [`Report::pages_by_owner`].
+    /// Absent unless the report has [`Report::pages_by_owner`].
     pub freed_by_close: Option<u64>,
-    /// The number of contiguous runs of pages. A transfer of the session's KV needs one descriptor
-    /// per run.
+    /// Contiguous runs. A transfer of the session's KV needs one descriptor per run.
     pub runs: u64,
     /// The number of unused token slots in the last pages of the session's rows.
     pub tail_tokens: u64,
 }
 
 impl Session {
-    /// Returns the number of page references that don't count as exclusive pages.
-    ///
-    /// For a session with one row, this is the number of its pages that other sessions reference
-    /// too. A session with several rows counts a page again for each further row that references
-    /// the page.
+    /// References that don't count as exclusive pages. With several rows, a page counts again for
+    /// each further row that references it.
     pub fn shared(&self) -> u64 {
         self.refs.saturating_sub(self.exclusive_pages)
     }
 }
 
-/// The numbers of sealed pages that an audit digested. A digest is a hash of a page's contents, and
-/// shows whether they changed since an earlier audit.
+/// Sealed pages of which an audit has made digests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DigestCounts {
-    /// Pages compared with an earlier digest.
     pub compared: u64,
     /// Pages without an earlier digest, whose digest is now remembered.
     pub fresh: u64,
-    /// Pages whose digest is remembered after this audit.
     pub remembered: u64,
 }
 
@@ -171,22 +141,17 @@ pub enum FaultKind {
     CachedUnprotected,
     /// The radix tree names a page more than once.
     TreeTwice,
-    /// An entry of a row is not a page of the pool. The finding has the index of that page in the
-    /// row: 0 for the row's first page.
+    /// An entry of a row is not a page of the pool. The finding has its index in the row's pages.
     BadRowEntry,
-    /// An entry of the free lists is outside the pool, or is the padding page. The finding has the
-    /// entry's value.
+    /// An entry of the free lists is outside the pool, or the padding page: the entry's value.
     BadFreeEntry,
-    /// An entry of the radix tree is outside the pool, or in the padding page. The finding has the
-    /// entry's value.
+    /// An entry of the radix tree is outside the pool, or in the padding page: the entry's value.
     BadTreeEntry,
-    /// The contents of a sealed page changed, though the session's key stayed the same; see
-    /// [`crate::digest`].
+    /// The contents changed, though the session's key stayed the same; see [`crate::digest`].
     SealedPageChanged,
 }
 
 impl FaultKind {
-    /// All kinds, in ascending order.
     pub const ALL: [Self; 11] = [
         Self::Aliased,
         Self::Leaked,
@@ -201,7 +166,6 @@ impl FaultKind {
         Self::SealedPageChanged,
     ];
 
-    /// Returns the name used in logs and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Aliased => "aliased",
@@ -219,23 +183,19 @@ impl FaultKind {
     }
 }
 
-/// The findings of one kind: the number of faults, and the first of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KindFindings {
     pub kind: FaultKind,
-    /// The number of all faults of this kind.
     pub count: u64,
     /// At most [`FAULTS_PER_KIND_MAX`] of the faults, in ascending order.
     pub first_faults: Vec<Finding>,
 }
 
-/// One fault.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Finding {
     /// The page, the index in the row, or the entry's value; see [`FaultKind`].
     pub page_or_entry: i64,
-    /// The numbers of the sessions whose rows have the page or the entry, in ascending order. At
-    /// most [`SESSIONS_PER_FAULT_MAX`] of them are listed.
+    /// The sessions whose rows have it, in ascending order, at most [`SESSIONS_PER_FAULT_MAX`].
     pub sessions: Vec<u32>,
     /// The number of all sessions whose rows have the page or the entry.
     pub session_count: u32,

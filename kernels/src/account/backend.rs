@@ -1,13 +1,7 @@
 //! Defines the trait [`Backend`], by which an accountant audits a pool in host or device memory.
 //!
-//! An [`super::Accountant`] knows the order of an audit's steps, and a backend does the steps that
-//! read the pool. A backend makes a private copy of the engine's rows and lists, counts in that
-//! copy, and digests pages. All backends return the same [`Counts`], from which the accountant
-//! makes its report. The backend for host memory is in `host`, and the backend for CUDA devices in
-//! `device`. A backend doesn't say which pages have faults; [`crate::audit`] does.
-//!
-//! A *page reference* is one page of one row. The *valid rows* are those that didn't change while
-//! they were copied.
+//! All backends return the same [`Counts`]. A backend doesn't say which pages have faults;
+//! [`crate::audit`] does. The *valid rows* are those that didn't change while they were copied.
 
 use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
@@ -17,18 +11,14 @@ use crate::{
 };
 use std::ops::Range;
 
-/// The layout of the private copy.
 #[derive(Clone, Debug)]
 pub(super) struct CopyLayout {
     /// The live rows. In the copy, the page references of one row follow those of the row before.
     pub rows: Vec<LiveRow>,
-    /// The numbers of the page references whose pages are digested. Number 0 is the first page of
-    /// the first row, and the count runs on through all rows.
+    /// The page references to digest, counted through all rows.
     pub window: Range<u32>,
 }
 
-/// Access to the pool's memory, and the code that counts there.
-///
 /// An audit calls `copy`, `is_copied`, `count`, `read_copy` and `digests`, in this order.
 pub(super) trait Backend: Send {
     /// Makes the private copy and the window's digests. For a pool on a device, this only enqueues
@@ -41,13 +31,11 @@ pub(super) trait Backend: Send {
         stream: Stream,
     ) -> Result<(), Error>;
 
-    /// Returns whether the private copy has been made.
     fn is_copied(&mut self) -> Result<bool, Error>;
 
     /// Waits until all enqueued work is done, so that nothing reads the engine's lists any more.
     fn wait(&mut self) -> Result<(), Error>;
 
-    /// Counts in the private copy, over the valid rows only.
     fn count(&mut self, pool: &Pool, valid_rows: &ValidRows) -> Result<Counts, Error>;
 
     /// Returns the private copy. Called only if the counts show a fault.
@@ -57,7 +45,6 @@ pub(super) trait Backend: Send {
     fn digests(&mut self) -> Result<Vec<PageDigest>, Error>;
 }
 
-/// A page reference of the window, and the digest of its page.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageDigest {
     /// [`reference::PAGE_BAD`] if the row's entry is not a page of the pool.
@@ -75,18 +62,14 @@ const TREE_BIT: usize = 1;
 /// The counts of one private copy. A list that the snapshot lacks counts as empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// The pages of each session, indexed by session number. The last session is the highest one
-    /// that has rows.
+    /// Indexed by session number, up to the highest one that has rows.
     pub sessions: Vec<SessionPages>,
-    /// The number of pages in each class, indexed by class number: the sum of [`FREE_BIT`],
-    /// [`HELD_BIT`] and [`TREE_BIT`] for the properties that the page has.
+    /// Pages by class: the sum of [`FREE_BIT`], [`HELD_BIT`] and [`TREE_BIT`].
     pub classes: [u64; 8],
-    /// The same as `classes`, but [`HELD_BIT`] is set only for pages that a row references outside
-    /// its protected part (the part that the radix tree owns).
+    /// As `classes`, with [`HELD_BIT`] only for pages referenced outside a row's protected part.
     pub unprotected_classes: [u64; 8],
     /// The number of pages outside the radix tree that several sessions reference.
     pub aliased_pages: u64,
-    /// The number of contiguous runs of free pages.
     pub free_runs: u64,
     /// The faults in the free lists; `None` if the snapshot has no free list.
     pub free: Option<ListFaults>,
@@ -94,12 +77,9 @@ pub(super) struct Counts {
     pub tree: Option<ListFaults>,
 }
 
-/// The numbers of faults in the free lists, or in the radix tree's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ListFaults {
-    /// The number of entries that name a page again.
     pub duplicates: u64,
-    /// The number of entries outside the pool.
     pub outside_pool: u64,
     /// Whether the list names page 0, the engine's padding page, which must be in no list.
     pub has_padding: bool,
@@ -117,7 +97,6 @@ impl ListFaults {
 }
 
 impl Counts {
-    /// Counts with the scalar reference.
     pub(super) fn count_by_reference(copy: &PoolCopy, valid_rows: &ValidRows, pool: &Pool) -> Self {
         let (npages, page_shift) = (pool.pages(), pool.page_shift());
         let mark = |rows: &[LiveRow]| reference::mark(rows, &copy.row_page_ids, page_shift, npages);
@@ -141,7 +120,6 @@ impl Counts {
         }
     }
 
-    /// Returns the number of distinct pages that the valid rows reference.
     pub(super) fn held_pages(&self) -> u64 {
         self.sum_classes(|class| class & HELD_BIT != 0)
     }
@@ -156,15 +134,13 @@ impl Counts {
         (0..8).filter(|&class| is_summed(class)).map(|class| self.classes[class]).sum()
     }
 
-    /// Returns whether the counts show a fault that this scope can prove. `refs` is the number of
-    /// page references of the valid rows, including references outside the pool.
+    /// `refs` counts the page references of the valid rows, also those outside the pool.
     pub(super) fn has_fault(&self, refs: u64, scope: Scope) -> bool {
         let refs_in_pool: u64 = self.sessions.iter().map(|session| session.refs).sum();
         let cached_unprotected = self.unprotected_classes[HELD_BIT | TREE_BIT];
         // Pages with a class above `FREE_BIT` are free, and also held or in the tree.
         let corrupt: u64 = self.classes[FREE_BIT + 1..].iter().sum();
-        // These faults show where rows and lists are compared, so they are real only if rows and
-        // lists are from the same moment.
+        // Where rows and lists are compared, faults are real only if both are from the same moment.
         let comparison_faults = self.aliased_pages + cached_unprotected + corrupt;
         refs != refs_in_pool
             || (comparison_faults > 0 && scope.same_moment().is_some())
@@ -172,8 +148,7 @@ impl Counts {
             || self.free.iter().chain(&self.tree).any(ListFaults::has_fault)
     }
 
-    /// Returns the pages by owner, without the padding page. Returns `None` unless the copy is
-    /// complete and has the free lists and the radix tree.
+    /// Without the padding page. `None` unless the copy is complete and has both lists.
     pub(super) fn pages_by_owner(&self, scope: Scope) -> Option<PagesByOwner> {
         scope.complete_copy()?;
         let (free, tree) = (self.free?, self.tree?);
@@ -186,8 +161,7 @@ impl Counts {
         Some(PagesByOwner { free, private, cached, cached_in_use, leaked, corrupt })
     }
 
-    /// Returns a session's entry in the report. [`Session::freed_by_close`] is absent unless
-    /// `is_pool_known`, because the number isn't exact without the whole pool.
+    /// Without the whole pool (`is_pool_known`), [`Session::freed_by_close`] isn't exact: absent.
     pub(super) fn session_entry(&self, number: u32, is_pool_known: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
         let SessionPages { refs, exclusive_pages, share_q32, runs, tail_tokens, freed_by_close } =

@@ -1,15 +1,7 @@
 //! Copies and counts a pool on a CUDA device with the kernels, for an accountant.
 //!
-//! [`DeviceBackend`] calls the kernels of [`crate::cuda`] in the right order. `host` does the same
-//! for a pool in host memory.
-//!
-//! The device copies only the rows' page ids. From the free lists and the radix tree, the device
-//! makes bitmaps of pages. An audit that must name a fault reads the lists again, so the engine
-//! keeps the lists until the audit is over.
-//!
-//! A buffer that is too small is replaced by a buffer at least twice as large. The smaller buffer
-//! is freed only when the accountant is dropped, because freeing device memory waits for the whole
-//! device, also for the engine's work.
+//! The device copies only the rows' page ids, and makes bitmaps of the lists. An audit that must
+//! name a fault reads the lists again, so the engine keeps them until the audit is over.
 
 use super::{
     Error, Pool, Stream,
@@ -40,12 +32,9 @@ pub(super) struct DeviceBackend {
     device: Device,
     pool_size: cuda::PoolSize,
     kv_buffers: KvBuffers,
-    /// All rows of the snapshot while the copy is made. After that, only the valid rows: those that
-    /// didn't change while they were copied.
+    /// All rows of the snapshot while the copy is made, and then only the valid rows.
     rows: LiveRows,
-    /// The parts of the valid rows that the radix tree doesn't own.
     unprotected: LiveRows,
-    /// The page references of all rows of the snapshot.
     page_list: GrowableBuffer<u32>,
     /// A counter that `kv_gather_pages` needs. The audit doesn't read it.
     bad_slots: DeviceBuffer<u64>,
@@ -56,7 +45,6 @@ pub(super) struct DeviceBackend {
     claimed: DeviceBuffer<u32>,
     /// Bitmap of the pages that rows reference. Only the kernels use it.
     referenced: DeviceBuffer<u32>,
-    /// Bitmap of the pages that rows of several sessions reference.
     shared: DeviceBuffer<u32>,
     sessions: GrowableBuffer<SessionPages>,
     /// The pages by class, indexed by [`WHOLE_ROWS`] and [`UNPROTECTED_PARTS`].
@@ -65,10 +53,8 @@ pub(super) struct DeviceBackend {
     copy: CopyInProgress,
 }
 
-/// What the audit in progress copies.
 #[derive(Debug, Default)]
 struct CopyInProgress {
-    /// The number of page references in the copy.
     refs: usize,
     /// The numbers of the page references whose pages are digested; see [`CopyLayout`].
     window: Range<usize>,
@@ -81,7 +67,6 @@ struct CopyInProgress {
 }
 
 impl DeviceBackend {
-    /// Allocates everything that an audit of this pool needs.
     pub(super) fn new(device: Device, pool: &Pool) -> Result<Self, cuda::Error> {
         let npages = pool.pages();
         let pool_size = cuda::PoolSize { page_shift: pool.page_shift(), npages };
@@ -113,7 +98,6 @@ impl DeviceBackend {
         })
     }
 
-    /// Enqueues the copy of the engine's rows and lists, and the window's digests.
     fn enqueue_copy(&mut self, pool: &Pool, layout: &CopyLayout) -> Result<(), cuda::Error> {
         let table = pool.table();
         let entry_count = table.rows as usize * table.stride as usize;
@@ -142,8 +126,7 @@ impl DeviceBackend {
         Ok(())
     }
 
-    /// Marks the pages that rows reference, and counts the pages by class. Only enqueues.
-    /// `row_parts` is [`WHOLE_ROWS`] or [`UNPROTECTED_PARTS`].
+    /// Only enqueues. `row_parts` is [`WHOLE_ROWS`] or [`UNPROTECTED_PARTS`].
     fn classify(&mut self, row_parts: usize) -> Result<(), cuda::Error> {
         let rows = [&self.rows, &self.unprotected][row_parts];
         let device = &self.device;
@@ -159,7 +142,6 @@ impl DeviceBackend {
         )
     }
 
-    /// Counts in the private copy over the valid rows, and waits for the results.
     fn count_pages(&mut self, valid_rows: &ValidRows) -> Result<Counts, cuda::Error> {
         self.device.set_live_rows(&mut self.rows, &valid_rows.rows, self.pool_size)?;
         self.device.set_live_rows(
@@ -285,19 +267,17 @@ impl Backend for DeviceBackend {
     }
 }
 
-/// Returns a list's ids, which are in the engine's memory.
 fn ids<'a>(list: &IdList) -> Result<DeviceSlice<'a, i64>, cuda::Error> {
     let entries = usize::try_from(list.entries()).unwrap_or(usize::MAX);
     // SAFETY: the caller of `IdList::new` guaranteed these entries until the audit is over.
     unsafe { DeviceSlice::foreign(list.addr(), entries) }
 }
 
-/// A device buffer that is replaced by a larger buffer when more room is needed.
 #[derive(Debug)]
 struct GrowableBuffer<T: DeviceValue> {
     buffer: DeviceBuffer<T>,
-    /// The smaller buffers that were replaced. They are freed only when the accountant is dropped;
-    /// the module's description says why. Together they are smaller than `buffer`.
+    /// Freed only when the accountant is dropped, because freeing device memory waits for the whole
+    /// device, also for the engine's work. Together they are smaller than `buffer`.
     replaced: Vec<DeviceBuffer<T>>,
 }
 

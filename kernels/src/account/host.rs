@@ -1,8 +1,4 @@
 //! Copies and counts a pool in host memory, for an accountant of an engine on a CPU.
-//!
-//! [`HostBackend`] reads the engine's memory at the addresses in the snapshot. It counts with the
-//! plain functions of [`mod@crate::reference`]. For an engine on a GPU, `device` does the same with
-//! kernels, and must return the same results.
 
 use super::{
     Error, Pool, Stream,
@@ -15,12 +11,10 @@ use crate::{
 };
 use std::{ptr, slice};
 
-/// The backend for host memory, with the private copy of the audit in progress. [`Backend::copy`]
-/// makes the copy before it returns, so a caller never waits for the copy.
+/// [`Backend::copy`] makes the private copy before it returns.
 #[derive(Debug, Default)]
 pub(super) struct HostBackend {
     copy: PoolCopy,
-    /// The digests of the window, one per page reference.
     digests: Vec<PageDigest>,
 }
 
@@ -77,14 +71,12 @@ impl Backend for HostBackend {
     }
 }
 
-/// Returns a list's ids, which are in the engine's memory.
 fn ids(list: &IdList) -> &[i64] {
     // SAFETY: the caller of `IdList::new` guaranteed that these entries are readable until the
     // audit is over.
     unsafe { values_at(list.addr(), to_usize(list.entries())) }
 }
 
-/// Returns the pool's KV buffers as bytes.
 fn buffers(pool: &Pool) -> Vec<KvBytes<'_>> {
     let kv_bytes = |buffer: &PoolBuffer| {
         let page_bytes = to_usize(buffer.page_bytes);
@@ -96,8 +88,6 @@ fn buffers(pool: &Pool) -> Vec<KvBytes<'_>> {
     pool.buffers().iter().map(kv_bytes).collect()
 }
 
-/// Returns the `n` values at an address.
-///
 /// # Safety
 /// Unless `n` is 0, the address must be aligned and not null, and the values readable for `'a`.
 unsafe fn values_at<'a, T>(addr: u64, n: usize) -> &'a [T] {

@@ -1,34 +1,21 @@
 //! Defines what an engine gives to an accountant: its KV pool once, and a snapshot for each audit.
 //!
-//! A [`Pool`] has KV buffers and the table `req_to_token`. The table has a row per request or
-//! session and, in the row, a token slot per token. A page is a group of consecutive token slots. A
-//! row is live if a request or session uses it.
-//!
-//! A [`Snapshot`] has the live rows of `req_to_token`, and if possible the free lists and the radix
-//! tree's slots. [`super::Accountant`] gets both, from the C library (`capi`) or from `crate::ipc`.
-//!
-//! Pool and snapshot name the engine's memory by address, so `unsafe` functions make them. The
-//! addresses are trusted. All other values are checked, here and when an audit begins. This file
-//! reads none of that memory.
+//! They name the engine's memory by address, so `unsafe` functions make them. The addresses are
+//! trusted. All other values are checked, here and when an audit begins.
 
 use crate::report::SESSIONS_MAX;
 
-/// The maximum number of rows of one snapshot.
 pub const ROWS_MAX: usize = 1 << 16;
-/// The maximum number of page references of one snapshot, each one page of one row: 256 MiB of
-/// copied page ids.
+/// Of one snapshot: 256 MiB of copied page ids.
 pub const REFS_MAX: u64 = 1 << 26;
 /// The maximum number of KV buffers of one pool: two for each of 512 layers.
 pub const BUFFERS_MAX: usize = 1 << 10;
 /// The maximum number of free lists of one snapshot. SGLang has two: free and released pages.
 pub const FREE_LISTS_MAX: usize = 16;
-/// The maximum number of entries of one list per token slot of the pool. A list without faults has
-/// at most one entry per slot. A list over this limit is refused unread.
+/// A list without faults has at most one entry per slot. A list over this limit is refused unread.
 const ENTRIES_PER_SLOT_MAX: u64 = 4;
-/// The maximum number of tokens per page; a power of two.
 const PAGE_TOKENS_MAX: u32 = 1 << 12;
 
-/// Why a pool or a snapshot was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("a page of {0} tokens: must be a power of two up to {PAGE_TOKENS_MAX}")]
@@ -66,7 +53,6 @@ pub struct PoolBuffer {
     pub page_bytes: u64,
 }
 
-/// The engine's KV pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
     /// Base-2 logarithm of the tokens per page.
@@ -78,11 +64,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Makes a pool of `pages` pages of `page_tokens` tokens. `pages` includes the padding page 0.
-    /// The pages of a pool without `buffers` are not digested.
-    ///
-    /// # Errors
-    /// When a size is invalid, or an address is null or misaligned.
+    /// `pages` includes the padding page 0. The pages of a pool without `buffers` are not digested.
     ///
     /// # Safety
     /// As long as an accountant of this pool lives, `table` and all `pages` of each buffer must be
@@ -119,12 +101,10 @@ impl Pool {
         1 << self.page_shift
     }
 
-    /// Returns the base-2 logarithm of the tokens per page.
     pub fn page_shift(&self) -> u32 {
         self.page_shift
     }
 
-    /// Returns the number of pages, including the padding page 0.
     pub fn pages(&self) -> u32 {
         self.pages
     }
@@ -133,7 +113,6 @@ impl Pool {
         self.table
     }
 
-    /// Returns the maximum number of rows in a snapshot of this pool.
     pub(super) fn rows_max(&self) -> usize {
         ROWS_MAX.min(self.table.rows as usize)
     }
@@ -143,10 +122,8 @@ impl Pool {
     }
 }
 
-/// One live row of the snapshot, of a request or a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SnapshotRow {
-    /// The row's index in `req_to_token`.
     pub row: u32,
     /// The number of tokens whose slots are allocated.
     pub len: u32,
@@ -155,8 +132,7 @@ pub struct SnapshotRow {
     /// Number of sealed tokens, which are at the row's beginning; may be 0. The engine doesn't
     /// rewrite their KV while the session's key stays the same.
     pub sealed_tokens: u32,
-    /// Number of protected tokens, which are at the row's beginning: those whose pages the radix
-    /// tree owns. The row owns the other pages. `None` if unknown.
+    /// Tokens at the row's beginning whose pages the radix tree owns. `None` if unknown.
     pub protected_tokens: Option<u32>,
     /// A number that changes whenever any token slot in `[0, len)` may be rewritten.
     pub version: u64,
@@ -170,8 +146,6 @@ pub struct IdList {
 }
 
 impl IdList {
-    /// Makes a list of `entries` ids starting at `addr`.
-    ///
     /// # Safety
     /// The ids must be in the memory where the accountant works. They must not be freed or
     /// overwritten until the audit that gets the list has finished or was abandoned.
@@ -188,17 +162,13 @@ impl IdList {
     }
 }
 
-/// The CUDA stream whose enqueued work must finish before a snapshot is valid. Ignored for a pool
-/// in host memory.
+/// The CUDA stream whose work must finish before a snapshot is valid. Ignored for host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream(u64);
 
 impl Stream {
-    /// The device's default stream, which always exists.
     pub const DEFAULT: Self = Self(0);
 
-    /// Makes a stream from the driver's handle.
-    ///
     /// # Safety
     /// When an audit begins, the handle must be a stream of the accountant's device, in its primary
     /// context.
@@ -216,25 +186,21 @@ impl Stream {
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<'a> {
     pub rows: &'a [SnapshotRow],
-    /// The sessions' keys, indexed by session number. A session gets another key when its KV is
-    /// computed anew, or when it may have given up a sealed page. As long as it has the same key,
-    /// its sealed pages must not change.
+    /// Indexed by session number. A session gets another key when its KV is computed anew, or when
+    /// it may have given up a sealed page.
     pub keys: &'a [u64],
     /// The free lists, as page ids. Empty if the snapshot has none.
     pub free: &'a [IdList],
     /// The radix tree's token slots: all slots of each page that the tree holds.
     pub tree: Option<IdList>,
-    /// Whether the snapshot is complete and consistent: every row that holds pages is in `rows`,
-    /// and rows, free lists and tree are from one moment. Only then can an audit tell which pages
-    /// have no owner or several.
+    /// Every row that holds pages is in `rows`, and rows, free lists and tree are from one moment.
+    /// Only then can an audit tell which pages have no owner or several.
     pub is_complete: bool,
-    /// Pages whose contents are digested (hashed) in this audit, at most; 0 for none. Sealed pages
-    /// that changed since an earlier audit are a fault.
+    /// Pages to digest in this audit, at most; 0 for none.
     pub digest_pages_max: u32,
 }
 
 impl Snapshot<'_> {
-    /// Checks that the snapshot fits this pool.
     pub(super) fn check(&self, pool: &Pool) -> Result<(), Error> {
         at_most("sessions", self.keys.len(), SESSIONS_MAX)?;
         at_most("rows", self.rows.len(), pool.rows_max())?;

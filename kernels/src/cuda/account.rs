@@ -1,12 +1,9 @@
 //! Enqueues the kernels that count KV pages on a GPU: one method of [`Device`] per kernel.
 //!
-//! Each method checks its arguments, so that the kernel can trust them. The functions in
-//! [`mod@crate::reference`] define what the kernels compute, and explain the page list and the
-//! marks. Only `kv_ref_bitmap` has no such function: this kernel prepares the input of
-//! `kv_classify`.
-//!
-//! [`crate::account`] calls the methods in the right order. A method overwrites its output. Only
-//! [`Device::list_to_set`] adds to its output, because an engine can have several free lists.
+//! Each method checks its arguments, so that the kernel can trust them. [`mod@crate::reference`]
+//! defines what the kernels compute, except `kv_ref_bitmap`, which prepares the input of
+//! `kv_classify`. A method overwrites its output; only [`Device::list_to_set`] adds to it, because
+//! an engine can have several free lists.
 
 use super::launch::Kernel;
 use super::{
@@ -15,7 +12,6 @@ use super::{
 };
 use crate::reference::SessionPages;
 
-/// The table `req_to_token` on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceTable<'a> {
     pub entries: DeviceSlice<'a, i32>,
@@ -23,14 +19,12 @@ pub struct DeviceTable<'a> {
     pub stride: u64,
 }
 
-/// The reference count and the owner of every page, on the device.
 #[derive(Debug)]
 pub struct DeviceMarks {
     pub refcnt: DeviceBuffer<u32>,
     pub owner: DeviceBuffer<u32>,
 }
 
-/// A set of pages on the device, made from lists of ids, with the numbers of faults in the lists.
 #[derive(Debug)]
 pub struct DevicePageSet {
     /// A bitmap with one bit per page.
@@ -39,13 +33,11 @@ pub struct DevicePageSet {
     pub fault_counts: DeviceBuffer<u64>,
 }
 
-/// The result of the kernel `kv_classify`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct ClassifyResult {
     /// The number of pages in each class; see [`crate::reference::class_counts`].
     pub classes: [u64; 8],
-    /// The number of contiguous runs of free pages.
     pub free_runs: u64,
     /// The number of pages outside the radix tree that rows of several sessions reference.
     pub aliased_pages: u64,
@@ -54,8 +46,7 @@ pub struct ClassifyResult {
 // SAFETY: `repr(C)`, integers only, no padding.
 unsafe impl DeviceValue for ClassifyResult {}
 
-/// One of a pool's KV buffers on the device, for example the keys of a layer. It has `page_bytes`
-/// bytes for each of the pool's pages.
+/// One of a pool's KV buffers, for example the keys of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct KvBuffer {
@@ -67,7 +58,6 @@ pub struct KvBuffer {
 // SAFETY: `repr(C)`, integers only, no padding.
 unsafe impl DeviceValue for KvBuffer {}
 
-/// The addresses of the pool's KV buffers, on the device.
 #[derive(Debug)]
 pub struct KvBuffers {
     buffers: DeviceBuffer<KvBuffer>,
@@ -77,7 +67,6 @@ pub struct KvBuffers {
 }
 
 impl Device {
-    /// Allocates marks for `npages` pages.
     pub fn marks(&self, npages: u32) -> Result<DeviceMarks, Error> {
         Ok(DeviceMarks {
             refcnt: self.alloc(npages as usize)?,
@@ -85,7 +74,6 @@ impl Device {
         })
     }
 
-    /// Allocates an empty set of `pool`'s pages.
     pub fn page_set(&self, pool: PoolSize) -> Result<DevicePageSet, Error> {
         Ok(DevicePageSet { bitmap: self.alloc(pool.bitmap_words())?, fault_counts: self.alloc(2)? })
     }
@@ -105,8 +93,7 @@ impl Device {
         Ok(KvBuffers { buffers: on_device, page_bytes_max, npages })
     }
 
-    /// `kv_gather_pages`: writes the page list of live rows, and the number of bad slots to
-    /// `bad_slots`.
+    /// `kv_gather_pages`.
     pub fn gather_pages(
         &self,
         table: DeviceTable<'_>,
@@ -171,10 +158,8 @@ impl Device {
         }
     }
 
-    /// `kv_session`: computes the pages of each session, by session number. `claimed` is a bitmap
-    /// for the kernel's own use.
-    ///
-    /// If `tree` is `None`, [`SessionPages::freed_by_close`] is an upper bound.
+    /// `kv_session`: by session number. `claimed` is a bitmap for the kernel's own use. Without
+    /// `tree`, [`SessionPages::freed_by_close`] is an upper bound.
     pub fn session_pages(
         &self,
         live: &LiveRows,
@@ -214,15 +199,13 @@ impl Device {
         }
     }
 
-    /// Empties a set and clears its counters.
     pub fn clear_set(&self, set: &mut DevicePageSet) -> Result<(), Error> {
         self.fill(&mut set.bitmap, 0)?;
         self.fill(&mut set.fault_counts, 0)
     }
 
-    /// `kv_list_to_bitmap`: adds the pages of a list to a set, and its faults to the set's
-    /// counters. `shift` is 0 for a list of page ids. It is the pool's page shift for a list of
-    /// token slots, in which only the first slot of a page names the page.
+    /// `kv_list_to_bitmap`: adds pages, and faults to the counters. `shift` is 0 for page ids. For
+    /// token slots it is the pool's page shift: only the first slot of a page names the page.
     pub fn list_to_set(
         &self,
         ids: DeviceSlice<'_, i64>,
@@ -309,8 +292,7 @@ impl Device {
         }
     }
 
-    /// `kv_digest_pages`: computes the digest of each of `pages` over all buffers. The digest of a
-    /// page outside the pool is 0.
+    /// `kv_digest_pages`. The digest of a page outside the pool is 0.
     pub fn page_digest(
         &self,
         kv: &KvBuffers,
@@ -341,13 +323,11 @@ impl Device {
     }
 }
 
-/// Checks that the marks have room for all pages.
 fn check_marks(marks: &DeviceMarks, npages: u32) -> Result<(), Error> {
     let marks_len = marks.refcnt.len().min(marks.owner.len());
     at_most("pages to mark", npages.into(), marks_len as u64)
 }
 
-/// Checks that each bitmap has a bit for each page of the pool.
 fn check_bitmaps<const N: usize>(
     pool: PoolSize,
     bitmaps: [Option<&DeviceBuffer<u32>>; N],

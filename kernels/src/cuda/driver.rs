@@ -1,11 +1,8 @@
 //! Calls the CUDA driver for the crate, and tells everyone whether that is possible ([`missing`]).
 //!
-//! The functions have the driver's names, and return its errors as [`Error`]. The other modules of
-//! [`super`] call the driver only through these functions.
-//!
-//! The crate `cudarc` has the bindings, and loads the driver's library at run time. `cudarc` panics
-//! if the library or a symbol in it is absent. So [`missing`] looks up all symbols before the first
-//! call. The macro `driver_calls` makes both the functions and the list of their symbols.
+//! The functions have the driver's names. No other module calls the driver. The crate `cudarc`
+//! loads the driver's library at run time, and panics if the library or a symbol in it is absent:
+//! so [`missing`] looks up all symbols before the first call.
 
 use super::Error;
 use cudarc::driver::sys::{
@@ -18,7 +15,6 @@ use std::{
     sync::OnceLock,
 };
 
-/// Why CUDA can't be used in this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MissingReason {
     #[error("no CUDA driver: there is no libcuda on the library path")]
@@ -33,14 +29,12 @@ pub enum MissingReason {
     Refused(String),
 }
 
-/// Returns why CUDA can't be used in this process, or `None` if CUDA can be used. Only the first
-/// call looks for the driver; later calls return the same answer.
+/// Only the first call looks for the driver; later calls return the same answer.
 pub fn missing() -> Option<MissingReason> {
     static ANSWER: OnceLock<Option<MissingReason>> = OnceLock::new();
     ANSWER.get_or_init(|| probe().err()).clone()
 }
 
-/// Looks for the driver, its symbols and a device.
 fn probe() -> Result<(), MissingReason> {
     // SAFETY: opening the driver's library runs its constructors, as in any CUDA program.
     if !unsafe { sys::is_culib_present() } {
@@ -62,7 +56,6 @@ fn probe() -> Result<(), MissingReason> {
     if devices > 0 { Ok(()) } else { Err(MissingReason::Device) }
 }
 
-/// Converts the error of a driver call to the reason why CUDA can't be used.
 fn missing_from(error: Error) -> MissingReason {
     match error {
         error if error.is_driver_error(CUresult::CUDA_ERROR_STUB_LIBRARY) => MissingReason::Stub,
@@ -71,7 +64,6 @@ fn missing_from(error: Error) -> MissingReason {
     }
 }
 
-/// Turns a call's status into a `Result` whose error names the call.
 fn check(call: &'static str, result: CUresult) -> Result<(), Error> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -144,10 +136,8 @@ driver_calls! {
     );
 }
 
-/// A guard: while it lives, a context is current on the thread that made it.
-///
-/// On drop, it makes the thread's previous context current again. In an engine's process, the
-/// thread and its previous context belong to the engine.
+/// While it lives, a context is current on the thread that made it. On drop, the previous one is
+/// current again: in an engine's process, thread and context belong to the engine.
 #[derive(Debug)]
 pub(super) struct CurrentContext {
     /// `None` if the context was already current.
@@ -155,8 +145,6 @@ pub(super) struct CurrentContext {
 }
 
 impl CurrentContext {
-    /// Makes `context` current.
-    ///
     /// # Safety
     /// The context must exist as long as the returned value lives.
     pub(super) unsafe fn enter(context: CUcontext) -> Result<CurrentContext, Error> {

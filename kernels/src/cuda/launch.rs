@@ -1,8 +1,7 @@
 //! Launches the page kernels on a GPU, for the methods of [`Device`] in `account.rs`.
 //!
-//! [`LaunchShape`] says how many blocks and threads a launch has. The shape changes the time that a
-//! kernel takes, not its result. The callers in `account.rs` check the kernels' parameters; this
-//! file doesn't. A launch only enqueues the kernel.
+//! The shape of a launch changes the time that a kernel takes, not its result. The callers check
+//! the kernels' parameters; this file doesn't.
 
 use super::{Device, Error, WARP, at_most, driver};
 use cudarc::driver::sys::CUlaunchConfig;
@@ -22,7 +21,6 @@ pub(super) const KERNELS: [&CStr; 7] = [
     c"kv_digest_pages",
 ];
 
-/// The index of a kernel in [`KERNELS`].
 #[derive(Clone, Copy)]
 pub(super) enum Kernel {
     GatherPages,
@@ -34,11 +32,8 @@ pub(super) enum Kernel {
     PageDigest,
 }
 
-/// How the work of a kernel is divided into blocks and threads. A page reference is one page of one
-/// row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
-    /// The number of threads per block.
     threads: u32,
     /// The number of page references that a thread handles before the row gets another block.
     refs_per_thread: u32,
@@ -47,8 +42,7 @@ pub struct LaunchShape {
 }
 
 impl Default for LaunchShape {
-    /// Returns the shape for a GPU that an engine uses at the same time.
-    ///
+    /// For a GPU that an engine uses at the same time.
     /// Four warps per block hide the latency of memory, and leave room for the engine's kernels.
     /// With eight page references per thread, a row of 128k single-token pages gets 128 blocks.
     /// 1,024 blocks of this size fill the 132 multiprocessors of an H200 at half occupancy.
@@ -58,9 +52,8 @@ impl Default for LaunchShape {
 }
 
 impl LaunchShape {
-    /// Makes a shape with `threads` threads per block, at most 1024 and in whole warps. A row gets
-    /// another block for each `threads * refs_per_thread` page references, up to `blocks_max`
-    /// blocks. Work that isn't divided by rows gets at most `blocks_max` blocks in all.
+    /// `threads` are those of a block: at most 1024, in whole warps. A row gets another block for
+    /// each `threads * refs_per_thread` page references.
     pub fn new(threads: u32, refs_per_thread: u32, blocks_max: u32) -> Result<LaunchShape, Error> {
         at_most("threads of a block", threads.into(), 1024)?;
         if threads == 0 || !threads.is_multiple_of(WARP) {
@@ -76,15 +69,12 @@ impl LaunchShape {
         u32::try_from(blocks).unwrap_or(u32::MAX).min(self.blocks_max)
     }
 
-    /// Returns how many threads of `kv_digest_pages` read one buffer: a thread for each 16 bytes of
-    /// a page, up to the whole block. A power of two, or the whole block.
+    /// A thread for each 16 bytes of a page: a power of two, or the whole block.
     pub(super) fn digest_team(self, page_bytes_max: u64) -> u32 {
         let loads = u32::try_from(page_bytes_max / 16).unwrap_or(self.threads).max(1);
         loads.checked_next_power_of_two().map_or(self.threads, |team| team.min(self.threads))
     }
 
-    /// Returns the number of blocks per row. All rows get the same number. The longest row has
-    /// `refs_per_row_max` page references.
     pub(super) fn blocks_per_row(self, refs_per_row_max: u32) -> u32 {
         let refs_per_block = self.threads.saturating_mul(self.refs_per_thread);
         refs_per_row_max.div_ceil(refs_per_block).clamp(1, self.blocks_max)
@@ -92,10 +82,8 @@ impl LaunchShape {
 }
 
 impl Device {
-    /// Enqueues one kernel with `blocks` blocks. Does nothing for 0 blocks.
-    ///
-    /// Each parameter is given as a `u64`. If the kernel's parameter has four bytes, the driver
-    /// reads the first four bytes of the `u64`. On a little-endian machine these are the low half.
+    /// Does nothing for 0 blocks. Of a parameter with four bytes, the driver reads the first four
+    /// of the `u64`: on a little-endian machine the low half.
     ///
     /// # Safety
     /// The parameters must be those of the kernel, and point to as much memory as the kernel

@@ -1,14 +1,8 @@
 //! Manages the memory of the page kernels, on the device and on the host, and copies between both.
 //!
-//! - [`DeviceBuffer`] is memory on the device, owned by this crate.
-//! - [`DeviceSlice`] is device memory for reading: a part of a buffer, or memory of an engine.
-//! - [`PinnedBuffer`] is page-locked host memory, which the device can copy while the host goes on.
-//! - [`RegisteredMemory`] is page-locked host memory of another owner.
-//!
-//! Enqueued work runs later, on the device. The types here protect memory that enqueued work may
-//! still use: a [`PinnedBuffer`] can be read only after its copy is done, and a drop waits for the
-//! work before it frees the memory. `account.rs` and [`crate::account`] use these types. The
-//! kernels themselves are launched elsewhere.
+//! Enqueued work runs later, on the device. The types protect memory that it may still use: a
+//! [`PinnedBuffer`] can be read only after its copy is done, and a drop waits for the work before
+//! it frees the memory.
 
 use super::{Device, Error, OpenGpu, StreamPoint, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
@@ -22,15 +16,11 @@ use std::{
     sync::Arc,
 };
 
-/// Bytes of a page of host memory. The driver locks whole pages, so two page-locked ranges must not
-/// share a page.
+/// The driver locks whole pages, so two page-locked ranges must not share one.
 const HOST_PAGE_BYTES: usize = 4096;
-/// Flags for page-locked memory: usable from every CUDA context (1), and mapped into the device's
-/// address space (2).
+/// Usable from every CUDA context (1), and mapped into the device's address space (2).
 const REGISTER_FLAGS: u32 = 0x1 | 0x2;
 
-/// A type whose values may be stored in device memory.
-///
 /// # Safety
 /// Every bit pattern must be a valid value. The layout must be that of the type in the kernels'
 /// C++.
@@ -78,7 +68,6 @@ impl<T: DeviceValue> DeviceBuffer<T> {
         self.address
     }
 
-    /// Returns the whole buffer for reading.
     pub fn slice(&self) -> DeviceSlice<'_, T> {
         DeviceSlice { address: self.address, len: self.len, lifetime: PhantomData }
     }
@@ -111,8 +100,7 @@ pub struct DeviceSlice<'a, T: DeviceValue> {
 }
 
 impl<'a, T: DeviceValue> DeviceSlice<'a, T> {
-    /// Makes a slice of device memory of another owner, such as an engine's tensor. If the address
-    /// is null, `len` must be 0.
+    /// If the address is null, `len` must be 0.
     ///
     /// # Safety
     /// On the device that reads the slice, `len` values must lie at `address` and stay there for
@@ -139,7 +127,6 @@ impl<'a, T: DeviceValue> DeviceSlice<'a, T> {
         self.address
     }
 
-    /// Returns the `len` values from `start`, or an error if the slice is shorter.
     pub fn part(&self, start: usize, len: usize) -> Result<DeviceSlice<'a, T>, Error> {
         at_most("a slice's end", start.saturating_add(len) as u64, self.len as u64)?;
         let address = self.address + (start * size_of::<T>()) as u64;
@@ -163,7 +150,6 @@ unsafe impl<T: DeviceValue> Send for PinnedBuffer<T> {}
 unsafe impl<T: DeviceValue> Sync for PinnedBuffer<T> {}
 
 impl<T: DeviceValue> PinnedBuffer<T> {
-    /// Returns the layout of an allocation for `len` values, in whole pages of host memory.
     fn layout(len: usize) -> Layout {
         let bytes = (len * size_of::<T>()).next_multiple_of(HOST_PAGE_BYTES).max(HOST_PAGE_BYTES);
         Layout::from_size_align(bytes, HOST_PAGE_BYTES).expect("`Device::pinned` checked the size")
@@ -177,7 +163,6 @@ impl<T: DeviceValue> PinnedBuffer<T> {
         self.len == 0
     }
 
-    /// Returns whether no copy from or to this memory is in progress.
     fn is_idle(&self) -> Result<bool, Error> {
         self.copy_end.as_ref().map_or(Ok(true), StreamPoint::is_done)
     }
@@ -192,8 +177,7 @@ impl<T: DeviceValue> PinnedBuffer<T> {
     /// Returns the values for writing, or `None` while a copy from or to them is in progress.
     pub fn get_mut(&mut self) -> Result<Option<&mut [T]>, Error> {
         let is_idle = self.is_idle()?;
-        // SAFETY: the same as in `get`. Also, no copy is reading the values, and `self` is borrowed
-        // exclusively.
+        // SAFETY: as in `get`; no copy is reading the values, and `self` is borrowed exclusively.
         let values = || unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) };
         Ok(is_idle.then(values))
     }
@@ -244,8 +228,7 @@ impl Drop for RegisteredMemory {
 }
 
 impl Device {
-    /// Allocates device memory for `len` values. Later work on the device's stream sees them as
-    /// zero.
+    /// Later work on the device's stream sees the values as zero.
     pub fn alloc<T: DeviceValue>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
         at_most("values to allocate", len as u64, isize::MAX as u64 / size_of::<T>() as u64)?;
         let gpu = Arc::clone(&self.gpu);
@@ -284,8 +267,6 @@ impl Device {
         Ok(PinnedBuffer { gpu: Arc::clone(&self.gpu), memory, len, copy_end: None })
     }
 
-    /// Page-locks host memory of the caller, so that streams can write to it.
-    ///
     /// # Safety
     /// `bytes` bytes must lie at `host` and stay there until the result is dropped. None of their
     /// pages may be registered already.
@@ -317,8 +298,7 @@ impl Device {
         unsafe { driver::cuMemsetD8Async(buffer.address, byte, buffer.bytes(), self.gpu.stream) }
     }
 
-    /// Copies the first `count` values of `from` to the beginning of `to`, from the host to the
-    /// device. Only enqueues.
+    /// Copies the first `count` values from the host to the device. Only enqueues.
     pub fn send<T: DeviceValue>(
         &self,
         from: &mut PinnedBuffer<T>,
@@ -333,8 +313,7 @@ impl Device {
         })
     }
 
-    /// Copies the first `count` values of `from` to the beginning of `to`, from the device to the
-    /// host. Only enqueues.
+    /// Copies the first `count` values from the device to the host. Only enqueues.
     pub fn fetch<T: DeviceValue>(
         &self,
         from: DeviceSlice<'_, T>,
@@ -366,8 +345,6 @@ impl Device {
         unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.gpu.stream) }
     }
 
-    /// Calls `copy`, which enqueues a copy of `count` values from or to `host`, and records the
-    /// point in the stream behind that copy.
     fn enqueue_copy<T: DeviceValue>(
         &self,
         host: &mut PinnedBuffer<T>,

@@ -1,9 +1,4 @@
 //! Puts the live rows of a snapshot on the device, and checks them so that kernels can trust them.
-//!
-//! A live row is a row of the engine's table `req_to_token` that a request or session uses. The
-//! input is a list of [`LiveRow`]s, each with its row number, length and session. The output is a
-//! [`LiveRows`], which the kernels in `account.rs` get. This file doesn't read the rows' entries,
-//! which name the pages; the kernel `kv_gather_pages` does.
 
 use super::{Device, DeviceBuffer, Error, PinnedBuffer, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
@@ -11,7 +6,6 @@ use crate::reference::{LiveRow, OWNER_SHARED};
 /// Base-2 logarithm of the largest page size. A token slot is a positive `i32`.
 pub(super) const PAGE_SHIFT_MAX: u32 = 30;
 
-/// The size of the KV pool to which rows and lists belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolSize {
     /// Base-2 logarithm of the page size in token slots.
@@ -21,22 +15,18 @@ pub struct PoolSize {
 }
 
 impl PoolSize {
-    /// Returns the number of `u32` words in a bitmap of the pool's pages.
     pub fn bitmap_words(self) -> usize {
         self.npages.div_ceil(WARP) as usize
     }
 }
 
-/// The live rows of a snapshot, on the device.
 #[derive(Debug)]
 pub struct LiveRows {
     pub(super) rows: DeviceBuffer<LiveRow>,
-    /// Host memory from which the rows are copied to the device.
     staging: PinnedBuffer<LiveRow>,
     pub(super) count: u32,
     /// The length of these rows' page list, which has an entry per page of each row.
     pub(super) page_list_len: u32,
-    /// The number of pages of the longest row.
     pub(super) refs_per_row_max: u32,
     /// The highest session number plus one.
     pub(super) session_numbers_end: u32,
@@ -44,12 +34,10 @@ pub struct LiveRows {
 }
 
 impl LiveRows {
-    /// Returns the length of these rows' page list; see [`crate::reference::gather_pages`].
     pub fn page_list_len(&self) -> usize {
         self.page_list_len as usize
     }
 
-    /// Returns the highest session number plus one.
     pub fn session_numbers_end(&self) -> usize {
         self.session_numbers_end as usize
     }
@@ -60,7 +48,6 @@ impl LiveRows {
 }
 
 impl Device {
-    /// Allocates room for up to `rows_max` live rows.
     pub fn live_rows(&self, rows_max: usize) -> Result<LiveRows, Error> {
         at_most("live rows", rows_max as u64, u32::MAX.into())?;
         Ok(LiveRows {
@@ -74,14 +61,10 @@ impl Device {
         })
     }
 
-    /// Sets the rows of a snapshot. The page list holds the pages of all rows, one row after
-    /// another. A row's pages begin at index [`LiveRow::list_start`] of that list, which
-    /// [`crate::reference::lay_out`] sets. The rows must be in ascending order of this index, and
-    /// must not overlap. Session numbers must be small, because arrays are indexed by them.
-    ///
-    /// There may be gaps between the rows' pages. So a caller can leave out rows that have
-    /// changed, and use the same page list for the other rows. Returns [`Error::CopyInFlight`]
-    /// while the previous rows are still being copied.
+    /// The rows must be in ascending order of [`LiveRow::list_start`], and must not overlap. Gaps
+    /// are allowed: a caller can leave out rows that have changed, and use the same page list for
+    /// the others. Session numbers must be small, because arrays are indexed by them. Returns
+    /// [`Error::CopyInFlight`] while the previous rows are still being copied.
     pub fn set_live_rows(
         &self,
         live: &mut LiveRows,

@@ -1,24 +1,18 @@
 //! Encodes the report of an audit as bytes for another process, and decodes such bytes.
 //!
-//! In the engine's process, the C library (`capi`) calls [`Report::encode`]. In the agent's
-//! process, `audit/read.rs` calls [`Report::decode`]. The bytes are `BKVR`, a little-endian `u16`
-//! version, and the [`Report`] in MessagePack: each structure is an array of its fields, and each
-//! variant is its name. Each report has exactly one encoding.
+//! `BKVR`, a little-endian `u16` version, and the [`Report`] in MessagePack: each structure is an
+//! array of its fields, and each variant is its name. Each report has exactly one encoding.
 
 use super::{FAULTS_PER_KIND_MAX, Report, SESSIONS_MAX, SESSIONS_PER_FAULT_MAX};
 
-/// The version of the encoding.
 pub const VERSION: u16 = 2;
-/// The first four bytes of every report.
 const MAGIC: [u8; 4] = *b"BKVR";
 
 /// The maximum number of bytes of one session's entry: its array's header, a `u32`, six `u64`.
 pub const SESSION_BYTES_MAX: usize = 1 + 5 + 6 * 9;
-/// The maximum number of bytes of a report without its sessions' entries. Eleven kinds of fault
-/// with 16 faults, each with eight sessions, take 10 KiB of it.
+/// Eleven kinds of fault with 16 faults, each with eight sessions, take 10 KiB of it.
 pub const REPORT_BYTES_WITHOUT_SESSIONS_MAX: usize = 11 << 10;
 
-/// Why bytes are not a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("not a report of page accounting")]
@@ -32,18 +26,14 @@ pub enum Error {
 }
 
 impl Report {
-    /// Encodes the report. The length is at most [`REPORT_BYTES_WITHOUT_SESSIONS_MAX`] bytes plus
-    /// [`SESSION_BYTES_MAX`] per session.
+    /// At most [`REPORT_BYTES_WITHOUT_SESSIONS_MAX`] bytes plus [`SESSION_BYTES_MAX`] per session.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
         rmp_serde::encode::write(&mut bytes, self).expect("a report has only numbers and names");
         bytes
     }
 
-    /// Decodes a report.
-    ///
-    /// # Errors
-    /// When the bytes have another version, or [`Report::encode`] never returns these bytes.
+    /// Refuses bytes that [`Report::encode`] never returns.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
         let versioned = bytes.strip_prefix(&MAGIC).ok_or(Error::Magic)?;
         let (version, message) = versioned.split_first_chunk().ok_or(Error::Encoding)?;
@@ -57,7 +47,6 @@ impl Report {
         if report.encode() == bytes { Ok(report) } else { Err(Error::Encoding) }
     }
 
-    /// Checks the bounds and the order of the lists.
     fn validate(&self) -> Result<(), Error> {
         let require =
             |is_valid: bool, field| if is_valid { Ok(()) } else { Err(Error::Field(field)) };

@@ -1,11 +1,7 @@
 //! Serves the admin port for operators: `/metrics`, `/healthz`, `/readyz` and `/config`.
 //!
-//! `/metrics` has the Prometheus metrics, `/healthz` always answers, `/readyz` says whether the
-//! process can do its work, and `/config` shows the effective settings. Router and agent call
-//! [`start`] once, from their `lib.rs`, and pass the data. The port has its own thread and runtime,
-//! so it answers while the rest of the process is busy. Its connections have limits and time limits
-//! like those of the data port. A process may add routes that change something. The port's [`Gate`]
-//! decides which requests need a key, and no page of another origin can use the port.
+//! The port has its own thread and runtime, so it answers while the rest of the process is busy.
+//! `/healthz` always answers; `/readyz` says whether the process can do its work.
 
 use std::{net::TcpListener, sync::Arc, time::Duration};
 
@@ -37,27 +33,19 @@ const PROTOBUF: &str =
 /// Time for running requests to end when the port stops. Each takes milliseconds.
 const STOP_TIME_MAX: Duration = Duration::from_secs(1);
 
-/// The data that the admin port shows.
 #[derive(Debug, Clone)]
 pub struct AdminData {
-    /// All metrics of the process.
     pub registry: Arc<Registry>,
     /// `Ok` while the process can do its work, otherwise the reason why it can't.
     pub ready: watch::Receiver<Result<(), String>>,
     /// The effective settings, as TOML. They hold paths of secrets, never a secret.
     pub config: String,
-    /// Who may read what.
     pub gate: Gate,
-    /// Routes that only this process has: its page, and what changes something, by methods other
-    /// than GET.
+    /// Routes that only this process has. What changes something has other methods than GET.
     pub actions: Router,
 }
 
-/// Starts the thread that serves `data` at `listener` within `limits`. The thread ends when
-/// `stop_token` is cancelled.
-///
-/// # Errors
-/// When the thread or its runtime can't be created.
+/// The thread ends when `stop_token` is cancelled.
 pub fn start(
     data: AdminData,
     listener: TcpListener,
@@ -83,7 +71,6 @@ pub fn start(
     Ok(())
 }
 
-/// Returns the admin routes. Tests call them without a socket.
 pub fn app(data: AdminData) -> Router {
     let (gate, actions) = (data.gate.clone(), data.actions.clone());
     Router::new()
@@ -100,7 +87,6 @@ pub fn app(data: AdminData) -> Router {
         .layer(middleware::from_fn_with_state(gate, guard))
 }
 
-/// Lets a request pass if the gate does.
 async fn guard(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
     let (path, headers) = (request.uri().path(), request.headers());
     let checked = if matches!(path, "/healthz" | "/readyz") {
@@ -130,8 +116,7 @@ async fn readyz(State(data): State<AdminData>) -> Response {
     }
 }
 
-/// Answers with the metrics: as protobuf if the client prefers that, which Prometheus does where
-/// native histograms are on, and else as text.
+/// Prometheus prefers protobuf where native histograms are on.
 async fn metrics(State(data): State<AdminData>, headers: HeaderMap) -> Response {
     if prefers_protobuf(&headers) {
         let body = prometheus_protobuf::encode_to_vec(&data.registry)
@@ -143,8 +128,7 @@ async fn metrics(State(data): State<AdminData>, headers: HeaderMap) -> Response 
     ([(header::CONTENT_TYPE, OPENMETRICS_TEXT)], body).into_response()
 }
 
-/// Whether the first of the formats that the client accepts is Prometheus's protobuf. Clients list
-/// them in their order of preference.
+/// Clients list formats in their order of preference.
 fn prefers_protobuf(headers: &HeaderMap) -> bool {
     let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
     let first = accept.unwrap_or_default().split(',').next().unwrap_or_default();

@@ -1,18 +1,13 @@
 //! Pauses before a process tries again to reach a peer, longer after each failure.
-//!
-//! A router has a [`Backoff`] for each stream from an agent, and an agent for each router to which
-//! it announces itself. This module connects to nothing, and bounds no number of attempts.
 
 use std::time::Duration;
 
-/// Pause after the first failure. A peer's restart takes about a second, so the peer is found soon
-/// after it is back.
+/// A peer's restart takes about a second: it is found soon after it is back.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Longest pause. It is long enough that the attempts of a thousand processes cost their peer
 /// little, and short enough that a restarted peer gets its connections within seconds.
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 
-/// Pauses between attempts. Each pause is twice as long as the one before, up to `PAUSE_MAX`.
 #[derive(Debug)]
 pub struct Backoff {
     next_pause: Duration,
@@ -30,8 +25,7 @@ impl Backoff {
         self.next_pause = PAUSE_MIN;
     }
 
-    /// Waits for a random time between half of the pause and the whole pause, so that processes
-    /// don't all connect at the same moment.
+    /// Waits a random time of half to the whole pause, so that processes don't all connect at once.
     pub async fn pause(&mut self) {
         tokio::time::sleep(self.next_pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);

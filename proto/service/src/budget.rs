@@ -1,9 +1,7 @@
 //! Limits the bytes of request bodies in memory, per body and in total.
 //!
-//! Router and agent have one [`BodyBudget`] each, for the bodies of turns (requests to the model).
-//! [`BodyBudget::read`] takes a body from the connection and returns its bytes, or a [`Refusal`]
-//! for the client. The bytes hold a share of the budget. The share returns when the body is
-//! dropped. Answers are streamed, and take no budget. This module doesn't look into a body.
+//! A body's share of the budget returns when the body is dropped. Answers are streamed, and take no
+//! budget.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,47 +15,36 @@ use crate::refusal::{Code, Refusal};
 /// The budget counts in units of 1 KiB, because a semaphore is only guaranteed to count to 2^29.
 const UNIT_BYTES: usize = 1024;
 
-/// Time within which a body must arrive. It is enough for 64 MiB at 9 Mbit/s. The time is limited
-/// because a body holds budget while it arrives. In an agent, the turn also keeps its session
-/// reserved, so that the session's other turns wait.
+/// Enough for 64 MiB at 9 Mbit/s. Limited because a body holds budget while it arrives; in an
+/// agent, its turn also keeps the session reserved, so that the session's other turns wait.
 pub const BODY_TIME_MAX: Duration = Duration::from_secs(60);
-/// After so many bytes, a body that arrives lets other requests go first.
 const YIELD_BYTES: usize = 128 * 1024;
 /// Initial capacity of a body's buffer, in bytes. It is enough for most turns of coding agents.
 const BUFFER_BYTES_INITIAL: usize = 64 * 1024;
 
-/// The body budget of one process.
 #[derive(Debug, Clone)]
 pub struct BodyBudget {
-    /// The free units of the budget.
     units: Arc<Semaphore>,
-    /// The limit of one body.
     body_bytes_max: usize,
 }
 
-/// A body and its share of the budget.
 #[derive(Debug)]
 pub struct HeldBody {
-    /// The bytes as received.
     pub bytes: Bytes,
     /// Returns to the budget on drop.
     _share: OwnedSemaphorePermit,
 }
 
 impl BodyBudget {
-    /// Makes a budget for bodies of at most `body_bytes_max` bytes each and `in_flight_bytes_max`
-    /// bytes in total.
     #[must_use]
     pub fn new(body_bytes_max: usize, in_flight_bytes_max: usize) -> Self {
         let units = (in_flight_bytes_max / UNIT_BYTES).clamp(1, Semaphore::MAX_PERMITS);
         Self { units: Arc::new(Semaphore::new(units)), body_bytes_max }
     }
 
-    /// Reads a body to its end.
-    ///
     /// # Errors
-    /// Status 413 if the body is over the limit per body, 503 if all bodies together are over the
-    /// total limit, 400 if the client aborts, 408 if the body takes longer than [`BODY_TIME_MAX`].
+    /// Status 413 over the limit per body, 503 over the total limit, 400 if the client aborts, 408
+    /// after [`BODY_TIME_MAX`].
     pub async fn read<B>(&self, body: B) -> Result<HeldBody, Refusal>
     where
         B: Body<Data = Bytes> + Unpin,
@@ -77,7 +64,6 @@ impl BodyBudget {
         Ok(HeldBody { bytes, _share: share })
     }
 
-    /// Takes `bytes`, rounded up to whole units, from the budget.
     fn reserve(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Refusal> {
         let units = u32::try_from(bytes.div_ceil(UNIT_BYTES))
             .map_err(|_| too_large(self.body_bytes_max))?;
@@ -88,12 +74,8 @@ impl BodyBudget {
     }
 }
 
-/// Reads a body of at most `body_bytes_max` bytes to its end. Before it keeps more bytes, it calls
-/// `grow` with the bytes kept so far and their number with the new ones. If that fails, nothing
-/// more is read.
-///
-/// # Errors
-/// As [`BodyBudget::read`], and the error of `grow`.
+/// Before more bytes are kept, calls `grow` with the bytes kept so far and their number with the
+/// new ones. If that fails, nothing more is read.
 pub async fn read_limited<B, E>(
     body: B,
     body_bytes_max: usize,

@@ -1,7 +1,6 @@
 //! Reads the clocks of a process: monotonic time for decisions, and the wall clock.
 //!
-//! Only shells (tasks, threads, handlers) call these functions. Pure modules, which decide without
-//! I/O, take the time as an argument. There are no timers here: waits use Tokio.
+//! Only shells (tasks, threads, handlers) call these functions.
 
 use std::{
     fs,
@@ -10,7 +9,6 @@ use std::{
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// The file with the id that the kernel gives each boot of the machine.
 const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Returns the current monotonic time by Tokio's clock, which tests can pause.
@@ -19,7 +17,6 @@ pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// Returns a time in whole milliseconds.
 #[must_use]
 pub fn whole_millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
@@ -34,19 +31,16 @@ pub struct WallClock {
 }
 
 impl WallClock {
-    /// Reads both clocks.
     #[must_use]
     pub fn read() -> Self {
         Self { made_at: now(), made_at_unix_ns: unix_ns() }
     }
 
-    /// Returns the unix time of a moment, in milliseconds.
     #[must_use]
     pub fn unix_ms(self, at: Instant) -> u64 {
         self.unix_ns(at) / 1_000_000
     }
 
-    /// Returns the unix time of a moment, in nanoseconds.
     #[must_use]
     pub fn unix_ns(self, at: Instant) -> u64 {
         let whole_ns = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
@@ -79,10 +73,8 @@ impl BootTime {
     }
 }
 
-/// Returns unix time in nanoseconds by the wall clock.
-///
-/// The value at an agent's start identifies the agent's process (its *epoch*). A process that
-/// starts later gets a larger value, unless the clock was set back.
+/// The value at an agent's start identifies its process (its *epoch*): a process that starts later
+/// gets a larger one, unless the clock was set back.
 #[expect(clippy::disallowed_methods, reason = "process identities and dates need the wall clock")]
 #[must_use]
 pub fn unix_ns() -> u64 {

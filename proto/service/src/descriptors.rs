@@ -1,8 +1,7 @@
 //! The process's file descriptors: raises their limit, and divides them among their uses.
 //!
-//! Every connection takes a descriptor. A process that has none left can accept no connection, open
-//! no file, and reach neither engine nor agent. So the limits on connections are derived from the
-//! limit on descriptors, and a part is kept for everything else.
+//! A process without a free descriptor can accept no connection, open no file, and reach neither
+//! engine nor agent. So limits on connections are derived from the limit on descriptors.
 
 use std::error::Error;
 
@@ -12,25 +11,21 @@ use rustix::{
 };
 use tracing::{info, warn};
 
-/// Descriptors for everything that is no connection of a port: listeners, runtimes, files, the
-/// shim's sockets and the loaded libraries. A process has about 40 of them.
+/// Listeners, runtimes, files, the shim's sockets and the loaded libraries: about 40 in a process.
 const OTHER_USES: usize = 96;
 /// One part in this many is for connections between routers and agents that carry no turn: control
 /// ports, and a router's idle connections.
 const FLEET_PART: usize = 8;
 
-/// How many descriptors each use may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DescriptorPlan {
     /// Turns whose client's connection and onward connection both have a descriptor.
     pub turns: usize,
-    /// Connections of the fleet that carry no turn.
     pub fleet: usize,
 }
 
 impl DescriptorPlan {
-    /// Divides `descriptors` among their uses. `reserved` are for ports that the caller limits by
-    /// itself.
+    /// `reserved` are for ports that the caller limits by itself.
     #[must_use]
     pub fn new(descriptors: usize, reserved: usize) -> Self {
         let fleet = descriptors / FLEET_PART;
@@ -41,8 +36,7 @@ impl DescriptorPlan {
     }
 }
 
-/// Raises the process's limit on file descriptors to the highest that the system allows it, and
-/// returns the limit in effect.
+/// Returns the limit in effect.
 pub fn raise_limit() -> usize {
     let before = getrlimit(Resource::Nofile);
     if before.current != before.maximum {
@@ -65,7 +59,6 @@ pub fn is_shortage(error: &(dyn Error + 'static)) -> bool {
     code.is_some_and(|code| shortages.iter().any(|errno| errno.raw_os_error() == code))
 }
 
-/// Returns the system's error among an error and its causes.
 #[must_use]
 pub fn system_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a std::io::Error> {
     let mut causes = std::iter::successors(Some(error), |&error| error.source());

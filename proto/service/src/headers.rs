@@ -1,13 +1,8 @@
 //! Removes the headers that a router or an agent must not pass on from a request or an answer.
-//!
-//! The router strips a client's request before it sends the request to an agent, and the agent
-//! before it sends the request to the engine ([`strip_request`]). Both strip the answers on their
-//! way back ([`strip_answer`], [`strip_engine_answer`]). This module adds no header.
 
 use http::{HeaderMap, HeaderName, header};
 use proto::claim;
 
-/// Headers that concern one connection (hop) only. They must not reach the next connection.
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -31,8 +26,6 @@ const OWN_PREFIX: &str = "x-berth-";
 /// The beginning of the names of headers that override members of the body inside the engine.
 const ENGINE_OVERRIDE_PREFIX: &str = "x-override-";
 
-/// Removes the headers that concern one connection only: the known ones, and those that the header
-/// `Connection` names.
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
     let named_in_connection: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
@@ -46,9 +39,8 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Removes the headers of an answer that must not reach the client: those that concern one
-/// connection only, and those by which an engine would speak to browsers or name its own address.
-/// Pages of which origins may read an answer is the router's decision.
+/// An engine must not speak to browsers, nor name its own address. Pages of which origins may read
+/// an answer is the router's decision.
 pub fn strip_answer(headers: &mut HeaderMap) {
     strip_answer_and(headers, &[CORS_PREFIX]);
 }
@@ -75,8 +67,7 @@ fn remove_with_prefixes(headers: &mut HeaderMap, prefixes: &[&str]) {
     }
 }
 
-/// Removes the headers of a client's request that must not reach the next receiver:
-///
+/// Removes what must not reach the next receiver:
 /// - headers that concern the client's connection, or that the next connection sets itself;
 /// - headers that an agent trusts, because only a router may send them ([`claim::TRUSTED`]);
 /// - headers by which a client could choose the engine's rank or override members of the body;

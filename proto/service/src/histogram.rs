@@ -1,13 +1,11 @@
 //! Makes the histograms of both processes' metrics, with classic and native buckets.
 //!
-//! The page of metrics in text form has the classic buckets. Prometheus asks for protobuf where
-//! native histograms are on, and then gets both: native buckets are at most 9 % apart, wherever the
-//! values lie, and cost a series for the whole histogram.
+//! Prometheus asks for protobuf where native histograms are on, and then gets both: native buckets
+//! are at most 9 % apart, wherever the values lie, and cost a series for the whole histogram.
 
 use prometheus_client::metrics::histogram::{Histogram, NativeHistogramConfig};
 
-/// The most native buckets. Times from 1 ms to a minute need 16 doublings of 8 buckets each; beyond
-/// that, neighbours are merged.
+/// Times from 1 ms to a minute need 16 doublings of 8 buckets each; beyond, neighbours are merged.
 const NATIVE_BUCKETS_MAX: usize = 160;
 
 /// Creates a histogram with these upper bounds of classic buckets.

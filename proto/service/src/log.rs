@@ -1,8 +1,7 @@
 //! Sends logs to standard error: plain lines to a terminal, JSON to anything else.
 //!
-//! Each process calls [`init`] once at its start, and writes logs with `tracing`. The environment
-//! variable `BERTH_LOG` filters them, for example `info,router=debug`; the default is `info`. Logs
-//! go to no file and are not rotated: the supervisor does that.
+//! `BERTH_LOG` filters them, for example `info,router=debug`. They go to no file and are not
+//! rotated: the supervisor does that.
 
 use std::io::IsTerminal;
 
@@ -16,8 +15,7 @@ pub fn init() {
         .with_writer(std::io::stderr)
         // If standard error is closed, reporting a failed write there would panic.
         .log_internal_errors(false);
-    // `try_init` fails if logging was started before, for example by another test of this process.
-    // Logging then stays as it is.
+    // Fails if logging was started before, for example by another test of this process.
     drop(if std::io::stderr().is_terminal() {
         logs.try_init()
     } else {

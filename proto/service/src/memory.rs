@@ -2,9 +2,8 @@
 
 use rustix::thread::disable_transparent_huge_pages;
 
-/// Makes the system give this process pages of the usual size alone. The allocator asks for huge
-/// pages of 2 MiB, which stay resident as a whole while a part of them is used. Call this before
-/// the process starts threads. Without effect where the system has no huge pages.
+/// The allocator asks for huge pages of 2 MiB, which stay resident as a whole while a part of them
+/// is used. Call this before the process starts threads.
 pub fn use_small_pages() {
     let _ = disable_transparent_huge_pages(true);
 }

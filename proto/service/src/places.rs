@@ -19,7 +19,6 @@ pub const INLINE_BYTES_MAX: usize = 256 << 10;
 /// Number of remembered clients at which those that wait for nothing are first removed.
 const CLIENTS_MIN: usize = 64;
 
-/// The places, and the clients that hold or want one.
 #[derive(Debug)]
 pub struct Places {
     all: Arc<Semaphore>,
@@ -35,7 +34,6 @@ struct Clients {
     cleanup_at: usize,
 }
 
-/// A place, until it is dropped.
 #[derive(Debug)]
 struct Place {
     _of_client: OwnedSemaphorePermit,
@@ -58,11 +56,7 @@ impl Places {
         Self { all, per_client: 1, clients: Mutex::default() }
     }
 
-    /// Runs work of a client on a blocking thread, in a place of the client. Dropping the future
-    /// gives up the wait for a place; work that has begun goes on to its end.
-    ///
-    /// # Panics
-    /// If the work panics.
+    /// Dropping the future gives up the wait for a place; work that has begun goes on to its end.
     pub async fn run<T: Send + 'static>(
         &self,
         client: &Arc<str>,
@@ -76,7 +70,6 @@ impl Places {
         task.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
     }
 
-    /// Waits for a place of this client. Dropping the future gives up the wait.
     async fn take(&self, client: &Arc<str>) -> Place {
         const NEVER_CLOSED: &str = "these semaphores are never closed";
         let own = self.clients.lock().place(client, self.per_client);

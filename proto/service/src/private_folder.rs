@@ -1,9 +1,8 @@
 //! Opens files in a folder that belongs to this process's user alone.
 //!
-//! The agent keeps files there that another user must neither read nor replace. [`PrivateFolder`]
-//! checks the folder before it opens anything in it, and then opens files relative to the folder
-//! that it has checked: a folder that is renamed meanwhile changes nothing. No link is followed.
-//! Folders that are created have mode 0700, files 0600.
+//! Other users must neither read nor replace them. The folder is checked before anything in it is
+//! opened, and files are opened relative to the checked folder: one that is renamed meanwhile
+//! changes nothing. No link is followed. New folders have mode 0700, files 0600.
 
 use std::{
     fs::{DirBuilder, File},
@@ -14,59 +13,43 @@ use std::{
 
 use rustix::fs::{FileType, Mode, OFlags};
 
-/// The mode bits that let other users write.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// The mode bits that let other users do anything.
 const USABLE_BY_OTHERS: u32 = 0o077;
 
-/// Why a folder or a file in it can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The folder belongs to another user, who could replace the files in it.
     #[error(
         "{folder} belongs to user {owner}, and this process runs as user {uid}: name a folder of \
          your own, or start this process as user {owner}"
     )]
     OfAnotherUser {
-        /// The folder.
         folder: PathBuf,
-        /// The user that the folder belongs to.
         owner: u32,
-        /// The user of this process.
         uid: u32,
     },
-    /// Other users may write to the folder.
     #[error("other users may write to {0}: remove their right with `chmod go-w {0}`")]
     WritableByOthers(PathBuf),
-    /// The path leads to a link or to a file.
     #[error("{0} is a link or a file: name the folder itself")]
     NotAFolder(PathBuf),
-    /// A file in the folder is a link, belongs to another user, or is no plain file.
     #[error("{0} is not a plain file of this user: look at it, and remove it if it isn't yours")]
     UnsafeFile(PathBuf),
-    /// The operating system refused.
     #[error("can't use {0}")]
     Io(PathBuf, #[source] io::Error),
 }
 
-/// A folder that only this process's user (and root) can change.
 #[derive(Debug)]
 pub struct PrivateFolder {
     path: PathBuf,
     folder: OwnedFd,
 }
 
-/// Returns the user that this process runs as.
 #[must_use]
 pub fn own_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
 impl PrivateFolder {
-    /// Opens the folder at `path`, after checking whose it is. Creates it if it is missing.
-    ///
-    /// # Errors
-    /// When the folder can't be opened, or another user could change it.
+    /// Creates the folder if it is missing.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let io_error = |error| Error::Io(path.to_owned(), error);
         let is_missing = std::fs::symlink_metadata(path)
@@ -86,26 +69,19 @@ impl PrivateFolder {
         Ok(Self { path: path.to_owned(), folder })
     }
 
-    /// Returns the folder's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens a file for reading and appending. Creates it if it is missing. Takes the rights of
-    /// other users from an existing file.
-    ///
-    /// # Errors
-    /// When the file can't be opened, or isn't a plain file of this user.
+    /// Opens for reading and appending. Creates a missing file; takes the rights of other users
+    /// from an existing one.
     pub fn open_file(&self, name: &str) -> Result<File, Error> {
         self.open_with(name, OFlags::RDWR | OFlags::APPEND | OFlags::CREATE)
     }
 
-    /// Replaces a file by one with this content, so that a reader finds the old or the new one.
-    /// Returns the new file, open for appending.
-    ///
-    /// # Errors
-    /// When the new file can't be written. The old one is unchanged then.
+    /// A reader finds the old file or the new one; after an error, the old one. Returns the new
+    /// file, open for appending.
     pub fn replace_file(&self, name: &str, content: &[u8]) -> Result<File, Error> {
         let new_name = format!("{name}.new");
         let io_error = |error: rustix::io::Errno| Error::Io(self.path.join(name), error.into());
@@ -146,7 +122,6 @@ impl PrivateFolder {
     }
 }
 
-/// Checks that only the user `uid` and root can change the folder.
 fn check_folder(path: &Path, owner: u32, mode: u32, uid: u32) -> Result<(), Error> {
     if ![0, uid].contains(&owner) {
         return Err(Error::OfAnotherUser { folder: path.to_owned(), owner, uid });

@@ -1,7 +1,6 @@
 //! Exports metrics of the process itself, under the names that all Prometheus clients use.
 //!
-//! Router and agent register their own metrics with a prefix, and these without one. Each scrape
-//! reads Linux's `/proc`. A figure that can't be read has no line.
+//! A figure that can't be read from `/proc` has no line.
 
 use std::{fmt, fs};
 
@@ -18,11 +17,9 @@ use rustix::{
 
 use crate::clock;
 
-/// Bytes of a kibibyte, the unit of `/proc/self/status`.
 const KIB: u64 = 1024;
 
-/// Adds the metrics of this process to `root`, and returns the registry for the binary's own, whose
-/// names begin with `prefix`. `version` is the binary's.
+/// Returns the registry for the binary's own metrics, whose names begin with `prefix`.
 pub fn register<'a>(
     root: &'a mut Registry,
     prefix: &'static str,
@@ -36,7 +33,6 @@ pub fn register<'a>(
     registry
 }
 
-/// Reads the figures at each scrape.
 #[derive(Debug)]
 struct ProcessCollector {
     started_unix_ns: u64,
@@ -91,7 +87,6 @@ fn seconds(whole: i64, nanoseconds: i64) -> f64 {
     whole as f64 + nanoseconds as f64 / 1e9
 }
 
-/// Returns a number of `/proc/self/status`.
 fn status_field(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     line.split_whitespace().next()?.parse().ok()

@@ -1,18 +1,15 @@
 //! Proofs by which routers and agents recognize each other, without sending their shared token.
 //!
 //! - A router says hello with a random nonce. The agent answers with an HMAC by the token over the
-//!   nonce, its id and a *challenge*. So the router knows that it has reached an agent of its
-//!   fleet, before it sends anything else: on each connection to a data port, by [`connection`],
-//!   and on each to a control port, by [`router::SignedChannel`].
+//!   nonce, its id and a *challenge*. So the router knows an agent of its fleet before it sends
+//!   anything else, on each connection to a data or control port.
 //! - A router *signs* each request and call: an HMAC by the token over the challenge, a number, the
-//!   method, the path, and the headers that only a router may send. An agent takes each number once
-//!   (`windows`). So who listens on the network, or answers in an agent's place, learns nothing
-//!   by which it could act as a router.
-//! - An agent that announces itself signs its id and its address ([`announcement`]).
+//!   method, the path, and the headers that only a router may send. An agent takes each number
+//!   once. So who listens, or answers in an agent's place, can't act as a router.
+//! - An agent that announces itself signs its id and its address.
 //!
 //! Requests are signed, not connections, because a proxy between the two may send the requests of
-//! several peers over one connection. Bodies are neither signed nor encrypted: that is done by TLS,
-//! here or elsewhere.
+//! several peers over one connection. Bodies are neither signed nor encrypted: TLS does that.
 
 pub mod agent;
 pub mod announcement;
@@ -26,7 +23,6 @@ use proto::{claim, proof};
 
 use crate::router_token::{Mac, TOKEN_ID_BYTES, Token};
 
-/// Bytes of a nonce.
 const NONCE_BYTES: usize = 32;
 /// Bytes of a challenge that each agent process has of its own.
 const PROCESS_BYTES: usize = 16;
@@ -34,22 +30,17 @@ const PROCESS_BYTES: usize = 16;
 const CHALLENGE_BYTES: usize = PROCESS_BYTES + 8;
 /// Bytes of the random name of one router's connection to one agent.
 const ROUTER_BYTES: usize = 16;
-/// Bytes of an HMAC.
 const MAC_BYTES: usize = 32;
 /// The longest header with a proof, in characters. An agent's answer has its id, of 255 bytes at
 /// most; a request's proof has 118 characters.
 const HEADER_CHARS_MAX: usize = 1024;
 
-/// Why a proof doesn't count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// There is none.
     #[error("it has no proof")]
     Missing,
-    /// It can't be read.
     #[error("its proof can't be read")]
     Malformed,
-    /// It is made by a token that this process doesn't have.
     #[error("its token is another one")]
     OtherToken,
     /// It is not made by the token that it names, or it is the proof of something else.
@@ -58,21 +49,17 @@ pub enum Error {
     /// It answers a challenge of an earlier agent process, or is too old.
     #[error("its proof is outdated")]
     Outdated,
-    /// It was used before.
     #[error("its proof was used before")]
     Replayed,
 }
 
-/// What makes a request's proof differ from every other one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     challenge: [u8; CHALLENGE_BYTES],
     router: [u8; ROUTER_BYTES],
-    /// The number of the request: 0, 1, …
     number: u64,
 }
 
-/// The proof of a request, as its header has it.
 #[derive(Debug, PartialEq, Eq)]
 struct RequestProof {
     token_id: [u8; TOKEN_ID_BYTES],
@@ -103,7 +90,6 @@ impl RequestProof {
     }
 }
 
-/// Takes the next bytes.
 fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Error> {
     let (taken, others) = rest.split_first_chunk().ok_or(Error::Malformed)?;
     *rest = others;
@@ -121,14 +107,12 @@ fn decode(value: &HeaderValue) -> Result<Vec<u8>, Error> {
     BASE64_STANDARD_NO_PAD.decode(value).map_err(|_| Error::Malformed)
 }
 
-/// Returns the HMAC of an agent's answer to a hello.
 fn hello_mac(token: &Token, agent_id: &str, nonce: &[u8], challenge: &[u8]) -> Mac {
     let mut mac = token.mac("berth agent");
     [agent_id.as_bytes(), nonce, challenge].iter().for_each(|part| mac.add(part));
     mac
 }
 
-/// Returns the HMAC of a request to the agent `agent_id`.
 fn request_mac(
     token: &Token,
     agent_id: &str,
@@ -154,14 +138,12 @@ fn request_mac(
     mac
 }
 
-/// Returns the number of the hello that got this challenge of the agent's process `process`; `None`
-/// if another process gave it.
+/// The number of the hello that got this challenge; `None` if another process gave it.
 fn hello_number(challenge: &[u8; CHALLENGE_BYTES], process: &[u8]) -> Option<u64> {
     let number = challenge.strip_prefix(process)?;
     Some(u64::from_le_bytes(number.try_into().ok()?))
 }
 
-/// Fills an array with random bytes.
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).expect("the system has random bytes");

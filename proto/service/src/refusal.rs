@@ -1,10 +1,7 @@
 //! The format of every HTTP answer by which Berth refuses a request.
 //!
-//! A [`Refusal`] has a [`Code`], which decides its status, and a message for people with the next
-//! step. Refusals are made by the router's `http`, by the agent's `data_port` and `staged_prefill`,
-//! and by `budget` and `server` here. These modules decide which fault gets which code. The code is
-//! also in the header `x-berth-refusal`. `server` gives a refusal the form of the API that the
-//! client uses: see [`Api`]. The engine's own errors pass unchanged and are no refusals.
+//! The code decides the status, and is also in the header `x-berth-refusal`. `server` gives a
+//! refusal the form of the client's API ([`Api`]). The engine's own errors pass unchanged.
 
 mod aborted;
 mod code;
@@ -32,21 +29,17 @@ const REPEAT_AFTER: Duration = Duration::from_secs(1);
 /// The longest time that a client is told to wait in an outage. The libraries heed up to a minute.
 const OUTAGE_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// A refusal made by Berth itself, never by the engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]
 pub struct Refusal {
-    /// Decides the status, and whether a client may repeat the request.
     pub code: Code,
     /// What is wrong, and the next step for the client.
     pub message: String,
-    /// Time after which to retry; `None` if a retry is useless. The header `Retry-After` has the
-    /// time rounded up to whole seconds.
+    /// `None` if a retry is useless. The header `Retry-After` rounds up to whole seconds.
     retry_after: Option<Duration>,
 }
 
-/// Header with which OpenAI's and Anthropic's libraries count how often they have sent a request
-/// again.
+/// OpenAI's and Anthropic's libraries count here how often they have sent a request again.
 const RETRY_COUNT: HeaderName = HeaderName::from_static("x-stainless-retry-count");
 
 /// Whether a client sends a request for the first time, as far as it says so. A prompt that ends
@@ -57,12 +50,10 @@ pub fn is_first_try(headers: &HeaderMap) -> bool {
 }
 
 impl Refusal {
-    /// Makes a refusal. Its retry time is that of the code.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Self { code, message: message.into(), retry_after: code.retry_after() }
     }
 
-    /// Makes the refusal of a turn that took longer than the setting `limits.turn_ms_max`.
     #[must_use]
     pub fn turn_timeout() -> Self {
         let message = "the turn took longer than turn_ms_max and was aborted; send a shorter \
@@ -70,11 +61,11 @@ impl Refusal {
         Self::new(Code::TurnTimeout, message)
     }
 
-    /// Lets the client send the request again, although a part of it may have run, if the request
-    /// `is_idempotent`: it has its whole history, and running twice changes no more than running
-    /// once. Clients do so by themselves. A turn that has used up its time would do so again.
+    /// Lets the client send a request again of which a part may have run. An idempotent one has its
+    /// whole history: running twice changes no more than running once.
     #[must_use]
     pub fn allow_repeat(mut self, is_idempotent: bool) -> Self {
+        // A turn that has used up its time would do so again.
         let may_help = self.code.repeat() == Repeat::AfterCheck && self.code != Code::TurnTimeout;
         if is_idempotent && may_help {
             self.retry_after = Some(REPEAT_AFTER);
@@ -91,8 +82,7 @@ impl Refusal {
         self.retry_after(outage.clamp(least, OUTAGE_WAIT_MAX.max(least)))
     }
 
-    /// Sets the time after which the same request may succeed, where it is known exactly. Has no
-    /// effect if the code says that a repetition is useless.
+    /// For a time that is known exactly. No effect if the code says that a repetition is useless.
     #[must_use]
     pub fn retry_after(mut self, wait: Duration) -> Self {
         self.retry_after = self.retry_after.map(|_| wait);
@@ -111,8 +101,7 @@ pub fn is_refusal_for_now<B>(answer: &http::Response<B>) -> bool {
 }
 
 impl IntoResponse for Refusal {
-    /// Makes a response in OpenAI's form. It carries the refusal, of which `server` makes the form
-    /// of another API.
+    /// Makes OpenAI's form. `server` makes another API's of the refusal in the extensions.
     fn into_response(self) -> Response {
         let body = Api::OpenAi.body(&self, "");
         let mut response = (self.code.status(), body).into_response();

@@ -1,10 +1,9 @@
 //! Values read from files, and read again whenever the files change: certificates, keys and tokens.
 //!
-//! A task reads the files twice a second. That notices every kind of change: writing in place, a
-//! rename over a file, and the swap of a symbolic link on its path, as Kubernetes does. A change
-//! counts once two readings in a row agree, so a file that is being written is not taken half. A
-//! content that can't be used leaves the old value in effect: the task logs a warning and sets a
-//! metric. Settings aren't reloaded; see `settings`.
+//! Reading twice a second notices every change: writing in place, a rename over a file, and the
+//! swap of a symbolic link on its path, as Kubernetes does. A change counts once two readings in a
+//! row agree, so a file that is being written is not taken half. A content that can't be used
+//! leaves the old value in effect.
 
 use std::{
     fmt,
@@ -29,40 +28,32 @@ use crate::tasks::Tasks;
 /// The time between two readings. With two readings for each change, a change takes effect within
 /// about a second. Reading three files takes some 50 µs.
 const READ_INTERVAL: Duration = Duration::from_millis(500);
-/// The longest file, in bytes. A bundle of 300 certificates has about 512 KiB, and a key file has
-/// at most 1 KiB for each of its keys.
+/// A bundle of 300 certificates has about 512 KiB, and a key file at most 1 KiB for each key.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Why files can't be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A file can't be read.
     #[error("{path} can't be read: {why}")]
     Unreadable {
-        /// The path of the file.
         path: String,
         /// The system's error, or that the file is too long.
         why: String,
     },
-    /// The content can't be used.
     #[error("{0}")]
     Content(String),
 }
 
-/// A label of the metrics: what the files are for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Purpose {
     purpose: &'static str,
 }
 
-/// The labels of a change: what the files are for, and whether their content can be used.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Change {
     purpose: &'static str,
     result: &'static str,
 }
 
-/// The metrics of all reloaded files of a process.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     reloads: Family<Change, Counter>,
@@ -70,7 +61,6 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Creates the metrics in `registry`.
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self::default();
         let help = "Changes of files, by what they are for and whether they can be used";
@@ -91,7 +81,6 @@ impl<T> Reloaded<T> {
         Self(Arc::new(ArcSwap::from_pointee(value)))
     }
 
-    /// Returns the value that is in effect now.
     #[must_use]
     pub fn load(&self) -> Arc<T> {
         self.0.load_full()
@@ -111,7 +100,6 @@ impl<T> fmt::Debug for Reloaded<T> {
     }
 }
 
-/// Files, and how to make a value of their contents.
 pub struct Source<T> {
     /// What the files are for: the label of the metrics, and a field of the log.
     purpose: &'static str,
@@ -132,7 +120,6 @@ impl<T> fmt::Debug for Source<T> {
 }
 
 impl<T> Source<T> {
-    /// Describes a value that `parse` makes of the contents of the files `paths`.
     pub fn new(
         purpose: &'static str,
         paths: Vec<PathBuf>,
@@ -141,10 +128,6 @@ impl<T> Source<T> {
         Self { purpose, paths, parse: Box::new(parse) }
     }
 
-    /// Reads the value once.
-    ///
-    /// # Errors
-    /// When a file can't be read or used.
     pub fn read(&self) -> Result<T, Error> {
         self.read_contents().and_then(|contents| self.parse(&contents))
     }
@@ -190,10 +173,7 @@ fn read_file(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// Reads the value of `source`, and starts a task that reads it again when its files change.
-///
-/// # Errors
-/// When the files can't be read or used now.
+/// Fails when the files can't be read or used now.
 pub fn start<T: Send + Sync + 'static>(
     source: Source<T>,
     metrics: &Metrics,
@@ -222,7 +202,6 @@ pub fn start<T: Send + Sync + 'static>(
     Ok(value)
 }
 
-/// The task that follows the files of one value.
 struct Follower<T> {
     source: Arc<Source<T>>,
     value: Reloaded<T>,
@@ -272,18 +251,15 @@ impl<T: Send + Sync + 'static> Follower<T> {
 /// Decides which readings of the files are changes. Pure.
 #[derive(Debug)]
 struct Changes {
-    /// The reading that counts.
     current: Reading,
     /// The last reading, if it differs from `current`.
     candidate: Option<Reading>,
 }
 
-/// The digest of the contents, or why they can't be read.
 type Reading = Result<Digest, Error>;
 
 impl Changes {
-    /// Takes a reading. Returns whether it is a change: it differs from the one that counts, and
-    /// two readings in a row agree.
+    /// Returns whether this is a change: it differs from what counts, and two in a row agree.
     fn read(&mut self, reading: Reading) -> bool {
         if reading == self.current {
             self.candidate = None;

@@ -15,11 +15,9 @@ use crate::reload::Source;
 
 /// The shortest token, in characters. 128 random bits have 32 hex digits.
 const TOKEN_CHARS_MIN: usize = 32;
-/// The longest token, in characters.
 const TOKEN_CHARS_MAX: usize = 1024;
 /// The most tokens in a file. A rotation needs two.
 const TOKENS_MAX: usize = 8;
-/// Bytes of a token's id.
 pub(crate) const TOKEN_ID_BYTES: usize = 8;
 
 /// The tokens of a file: at least one.
@@ -41,13 +39,11 @@ impl std::fmt::Debug for Tokens {
 }
 
 impl Mac {
-    /// Adds a part.
     pub(crate) fn add(&mut self, part: &[u8]) {
         self.0.update(&(part.len() as u64).to_le_bytes());
         self.0.update(part);
     }
 
-    /// Returns the HMAC of all parts.
     pub(crate) fn finish(self) -> [u8; 32] {
         let tag = self.0.sign();
         tag.as_ref().try_into().expect("an HMAC-SHA256 has 32 bytes")
@@ -87,7 +83,6 @@ impl Token {
 }
 
 impl Tokens {
-    /// Describes the tokens in a file, which are read again when the file changes.
     #[must_use]
     pub fn source(path: PathBuf) -> Source<Self> {
         let shown = path.display().to_string();
@@ -124,7 +119,6 @@ impl Tokens {
         self.0.first().expect("a file has a token")
     }
 
-    /// Returns the token with this id.
     pub(crate) fn find(&self, id: &[u8]) -> Option<&Token> {
         self.0.iter().find(|token| token.id == id)
     }

@@ -1,9 +1,7 @@
 //! Knows the turns that run in this process by the names that their clients gave them.
 //!
-//! A turn is one request and its answer. A client aborts its turns by name, or all of them. Router
-//! and agent both have one [`RunningTurns`]: the router for turns that it hasn't sent to an agent
-//! yet, the agent for all of its turns. [`RunningTurns::abort`] marks the turns as aborted and
-//! returns what the process knows of them (`T`); it carries out nothing.
+//! A client aborts its turns by name, or all of them. An abort marks them and returns what the
+//! process knows of them (`T`); it carries out nothing.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -40,12 +38,9 @@ pub struct RunningTurn<T> {
     aborted: CancellationToken,
 }
 
-/// A turn that an abort request names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedTurn<T> {
-    /// What the process knows of the turn.
     pub facts: T,
-    /// The part of the turn that is to be aborted.
     pub part: TurnPart,
 }
 
@@ -122,24 +117,20 @@ impl<T> Entry<T> {
 }
 
 impl<T> RunningTurn<T> {
-    /// Waits until the turn is aborted as a whole.
     pub async fn aborted(&self) {
         self.aborted.cancelled().await;
     }
 
-    /// Whether the turn was aborted as a whole.
     #[must_use]
     pub fn is_aborted(&self) -> bool {
         self.aborted.is_cancelled()
     }
 
-    /// Returns what the process knows of the turn.
     #[must_use]
     pub fn facts(&self) -> &T {
         &self.facts
     }
 
-    /// Returns the token that is cancelled when the turn is aborted as a whole.
     #[must_use]
     pub fn aborted_token(&self) -> &CancellationToken {
         &self.aborted

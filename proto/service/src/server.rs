@@ -1,19 +1,9 @@
 //! Serves HTTP/1 with the limits that a port open to any client needs.
 //!
-//! Router and agent use [`serve`] for the data port, which receives turns (requests to the model),
-//! and for the admin port. The server limits:
-//!
-//! - the connections, in total and of one peer. An idle connection gives way to a new one. While
-//!   all connections work, a reserve answers health checks; see `connections`.
-//! - the size of a request's header, and the time until it has arrived. Requests that hyper can't
-//!   read are refused by `unreadable`.
-//! - the memory of answers that wait for slow clients, and how slow a client may be; see
-//!   `read_ahead` and `drain`.
-//!
-//! Each request has an id (see `request_id`). HEAD is answered as GET is, without the body. A
-//! refusal gets the form of the API that its path belongs to. When the process stops, connections
-//! finish their running requests. The size of bodies is limited in `budget`, and the number of
-//! turns by the routes in `app`. With certificates, the port speaks TLS and nothing else.
+//! An idle connection gives way to a new one. While all connections work, a reserve answers health
+//! checks. A refusal gets the form of the API that its path belongs to. When the process stops,
+//! connections finish their running requests. The size of bodies is limited in `budget`, and the
+//! number of turns by the routes in `app`. With certificates, the port speaks TLS and nothing else.
 
 mod connections;
 mod drain;
@@ -86,25 +76,16 @@ pub const DESCRIPTORS_RESERVED: usize = ADMIN_CONNECTIONS_MAX + 2 * connections:
 /// Time within which a new client must send its first request's header. On later requests of the
 /// connection, the header must arrive within the time that the connection may be idle.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(10);
-/// Time for which a client may read nothing of its answer before its connection is closed. Until
-/// then, the client occupies memory, and perhaps one of the turns that may run.
+/// A client that reads nothing of its answer occupies memory, and perhaps a turn that may run.
 const WRITE_STALL_TIME_MAX: Duration = Duration::from_secs(60);
 /// Pause after a failed accept, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Number of connections that the system accepts for a listener ahead of the process.
 const LISTEN_BACKLOG: i32 = 1024;
-/// Time for an evicted connection to send the rest of its last answer.
 const EVICTED_TIME_MAX: Duration = Duration::from_secs(1);
-/// Interval at which a connection with a running request is looked at, whether its client has gone
-/// although bytes of a next request wait.
+/// How often to look whether a running request's client has gone although bytes of a next one wait.
 const CLIENT_LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval at which the speed of a slow client is checked.
 const DRAIN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Binds an address, with a listen backlog that takes a burst of new connections.
-///
-/// # Errors
-/// When the address can't be bound.
 pub fn bind(addr: SocketAddr) -> std::io::Result<StdListener> {
     let domain = socket2::Domain::for_address(addr);
     let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
@@ -115,22 +96,19 @@ pub fn bind(addr: SocketAddr) -> std::io::Result<StdListener> {
     Ok(socket.into())
 }
 
-/// What an answer holds until its body has ended, such as a share. A response has it as an
-/// extension.
+/// What an answer holds until its body has ended, such as a share: an extension of the response.
 #[derive(Debug, Clone)]
 pub struct HeldByAnswer {
     _held: Arc<dyn Any + Send + Sync>,
 }
 
 impl HeldByAnswer {
-    /// Has `held` dropped when the answer has ended.
     pub fn new(held: impl Any + Send + Sync) -> Self {
         Self { _held: Arc::new(held) }
     }
 }
 
-/// Serves the routes `app` until `tasks` are cancelled. Then each connection finishes its running
-/// request. A connection takes about 40 KiB while it reads, and with `tls` 40 KiB more.
+/// A connection takes about 40 KiB while it reads, and with `tls` 40 KiB more.
 pub async fn serve(
     listener: TcpListener,
     app: Router,
@@ -185,7 +163,6 @@ pub async fn serve(
     }
 }
 
-/// Whether a client has closed its side of a connection.
 fn is_client_gone(stream: &ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>) -> bool {
     let socket = stream.get_ref().get_ref();
     let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
@@ -194,14 +171,12 @@ fn is_client_gone(stream: &ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>) -> 
     poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(is_gone)
 }
 
-/// Why the server stops serving a connection before the connection's own end.
 enum Interruption {
     Stop,
     Evicted,
     HeaderLate,
 }
 
-/// Serves the requests of one connection, until it ends or `stop` does.
 async fn serve_stream(
     stream: ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>,
     app: Router,
@@ -281,13 +256,11 @@ fn report_end(limits: &PortLimits, ended: Result<(), ConnectionEnd>) {
     }
 }
 
-/// Why a connection ended before its client closed it.
 enum ConnectionEnd {
     Http(hyper::Error),
     SlowReader,
 }
 
-/// Runs the HTTP of a connection, and reads answers ahead of its client.
 struct Driver {
     current_answer: Arc<CurrentAnswer>,
     drain_rate: DrainRate,
@@ -361,20 +334,16 @@ impl Driver {
     }
 }
 
-/// Serves the requests of one connection.
 struct RequestHandler {
     app: TowerToHyperService<Router>,
     peer: PeerAddress,
     connection: Arc<ConnectionRef>,
     current_answer: Arc<CurrentAnswer>,
-    /// Whether the connection has sent a request's header.
     has_request: Arc<AtomicBool>,
     open_requests: Requests,
 }
 
 impl RequestHandler {
-    /// Serves a request. In the reserve, refuses all but health checks, and closes the connection
-    /// after the answer. Without a place, refuses all.
     fn serve(
         &self,
         mut request: http::Request<RequestBody>,
@@ -429,7 +398,6 @@ impl RequestHandler {
     }
 }
 
-/// Returns the refusal of a request while all connections work.
 fn full_refusal() -> Refusal {
     Refusal::new(
         Code::ConnectionsFull,

@@ -1,13 +1,11 @@
 //! Waits for a signal that tells the process to stop: SIGTERM from a supervisor, or Ctrl-C.
 //!
-//! The `main.rs` of router and agent wait for the signal, and then drain or stop the process.
-//! This module stops nothing. SIGHUP, by which many servers read their settings again, must not end
-//! all turns: it has no effect, and the log says why. Other signals keep their default effect.
+//! SIGHUP, by which many servers read their settings again, must not end all turns: it has no
+//! effect, and the log says why. Other signals keep their default effect.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::info;
 
-/// A signal that tells the process to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopSignal {
     /// SIGTERM. A supervisor stops the process, perhaps to start another one in its place.
@@ -16,7 +14,6 @@ pub enum StopSignal {
     Interrupt,
 }
 
-/// The signals that tell the process to stop, as they come.
 #[derive(Debug)]
 pub struct StopSignals {
     terminate: Signal,
@@ -25,10 +22,6 @@ pub struct StopSignals {
 }
 
 impl StopSignals {
-    /// Sets the signal handlers.
-    ///
-    /// # Errors
-    /// When the operating system rejects a handler.
     pub fn new() -> std::io::Result<Self> {
         let (terminate, interrupt) = (SignalKind::terminate(), SignalKind::interrupt());
         Ok(Self {
@@ -38,7 +31,6 @@ impl StopSignals {
         })
     }
 
-    /// Waits for the next signal.
     pub async fn next(&mut self) -> StopSignal {
         loop {
             tokio::select! {

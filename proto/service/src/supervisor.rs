@@ -1,9 +1,6 @@
 //! Tells systemd, if it started the process, when the process serves, lives and stops.
 //!
-//! systemd names a socket in the environment of a service of `Type=notify`. Without that, nothing
-//! is told. [`tell_ready`] and [`tell_stopping`] send at once: each is sent once in the life of a
-//! process. A [`Watchdog`] is fed by the loop without which the process is of no use. If that loop
-//! hangs, no food comes, and systemd restarts the process after `WatchdogSec`.
+//! Only where systemd names a socket in the environment of its service (`Type=notify`).
 
 use std::{
     io,
@@ -15,19 +12,16 @@ use sd_notify::NotifyState;
 
 use crate::clock::now;
 
-/// Says that the process serves: its ports are open and its tasks run.
 pub fn tell_ready() {
     tell(&NotifyState::Ready);
 }
 
-/// Says that the process was told to stop, and ends after its drain.
 pub fn tell_stopping() {
     tell(&NotifyState::Stopping);
 }
 
-/// Says that the loop which owns this value runs.
-///
-/// A thread of its own sends what the loop says, so that the loop never waits for systemd.
+/// Is fed by the loop without which the process is of no use: if that loop hangs, systemd restarts
+/// the process after `WatchdogSec`. A thread of its own sends, so that the loop never waits.
 #[derive(Debug)]
 pub struct Watchdog {
     /// `None` if systemd wants no signs of life.
@@ -43,10 +37,6 @@ struct Fed {
 }
 
 impl Watchdog {
-    /// Starts the thread that sends the signs of life, if systemd wants them.
-    ///
-    /// # Errors
-    /// If the thread can't be created.
     pub fn start() -> io::Result<Self> {
         match sd_notify::watchdog_enabled() {
             Some(limit) => Self::with(limit, || tell(&NotifyState::Watchdog)),
@@ -54,8 +44,7 @@ impl Watchdog {
         }
     }
 
-    /// Returns a watchdog that calls `send` in a thread of its own, twice within `limit` if its
-    /// loop runs.
+    /// Calls `send` twice within `limit` if the loop runs.
     fn with(limit: Duration, send: impl Fn() + Send + 'static) -> io::Result<Self> {
         let (signs, received) = mpsc::sync_channel(1);
         std::thread::Builder::new().name("watchdog".into()).spawn(move || {
@@ -72,7 +61,7 @@ impl Watchdog {
         self.fed.as_ref().map(|fed| fed.next_due)
     }
 
-    /// Says that the loop runs, if that is due. The loop calls this each time it has done its work.
+    /// The loop calls this each time it has done its work.
     pub fn feed(&mut self, now: Instant) {
         if let Some(fed) = &mut self.fed
             && now >= fed.next_due

@@ -1,12 +1,10 @@
 //! Starts the tasks of a process, and stops them together.
 //!
-//! Router and agent make one [`Tasks`] at their start, and start every task through a clone. An
-//! *essential* task must run until the process stops. If it ends earlier, the process stops. The
-//! end of any other task has no further effect. All tasks share one cancellation token. A cancelled
-//! task is not aborted: it sees the token and ends itself. No task is restarted.
+//! An *essential* task must run until the process stops; if it ends earlier, the process stops. A
+//! cancelled task is not aborted: it sees the token and ends itself. No task is restarted.
 //!
 //! A process may *leave* before it stops: it serves on, and says that it soon won't, so that nobody
-//! is turned away. A second token says that it leaves.
+//! is turned away.
 
 use std::{
     future::Future,
@@ -20,15 +18,11 @@ use std::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{error, warn};
 
-/// Spawns and tracks the tasks of one process.
 #[derive(Debug, Clone, Default)]
 pub struct Tasks {
     tracker: TaskTracker,
-    /// Cancelled when all tasks must stop.
     stop_token: CancellationToken,
-    /// Cancelled when the process leaves or stops.
     leave_token: CancellationToken,
-    /// Whether an essential task ended before it was told to stop.
     has_essential_ended_early: Arc<AtomicBool>,
 }
 
@@ -48,8 +42,7 @@ impl Tasks {
         tokio::spawn(tracked);
     }
 
-    /// Starts a task that isn't essential, for example for one peer or one turn. The task must end
-    /// on its own or on [`Self::cancelled`].
+    /// The task must end on its own or on [`Self::cancelled`].
     #[expect(clippy::disallowed_methods, reason = "this is the place that names tasks")]
     pub fn spawn<F>(&self, task: F)
     where
@@ -58,13 +51,11 @@ impl Tasks {
         tokio::spawn(self.tracker.track_future(task));
     }
 
-    /// Returns a token that is cancelled when the process is told to stop.
     #[must_use]
     pub fn token(&self) -> CancellationToken {
         self.stop_token.clone()
     }
 
-    /// Waits until the process is told to stop.
     pub async fn cancelled(&self) {
         self.stop_token.cancelled().await;
     }
@@ -80,15 +71,12 @@ impl Tasks {
         self.leave_token.cancel();
     }
 
-    /// Tells all tasks to stop.
     pub fn cancel(&self) {
         self.leave_token.cancel();
         self.stop_token.cancel();
     }
 
-    /// Tells all tasks to stop and waits for their ends, but no longer than `wait_max`.
-    ///
-    /// Returns whether every essential task ran until it was told to stop.
+    /// Waits at most `wait_max`. Returns whether essential tasks ran until they were told to stop.
     pub async fn stop(&self, wait_max: Duration) -> bool {
         self.cancel();
         self.tracker.close();
@@ -99,8 +87,7 @@ impl Tasks {
     }
 }
 
-/// Stops the process on drop, unless the process is already stopping. An essential task holds this
-/// guard, so the drop comes at the task's end, also if the task panics.
+/// An essential task holds this guard, so the drop comes at the task's end, also if it panics.
 struct StopProcessOnDrop {
     tasks: Tasks,
     name: &'static str,

@@ -1,10 +1,7 @@
 //! TLS for the ports of both processes, with certificates from PEM files that may be replaced.
 //!
-//! [`server`] accepts connections: of clients at the router, of routers at the agent, where it also
-//! demands a certificate of the router. [`client`] is the router's side of the latter. The child
-//! [`pem`] reads the files for both; `handshake_error` says why a handshake failed. A replaced file
-//! takes effect for new connections within two seconds (see `reload`); connections that are open go
-//! on. TLS is rustls's, with ring's encryption: versions 1.2 and 1.3.
+//! A replaced file takes effect for new connections within two seconds; open ones go on. TLS is
+//! rustls's, with ring's encryption: versions 1.2 and 1.3.
 
 pub mod client;
 mod handshake_error;

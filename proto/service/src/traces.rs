@@ -2,12 +2,7 @@
 //!
 //! A *span* is a part of a turn's way, such as the choice of its worker; a turn's *trace* has the
 //! spans of all processes. Each process names its span in the header `traceparent` of the requests
-//! that it sends, and the next process makes its own spans the children of that span. Router and
-//! agent each call [`start`] once, and [`Traces::begin`] for each turn.
-//!
-//! - [`context`]: the headers. [`record`]: a span that has ended, and its form for the collector.
-//! - [`span`]: spans while they are open. `exporter`: the thread that sends spans.
-//! - [`settings`]: the table `[traces]`.
+//! that it sends, and the next makes its own spans children of that one.
 
 pub mod context;
 mod exporter;
@@ -32,7 +27,6 @@ use self::{
 };
 use crate::{reload, tasks::Tasks};
 
-/// The generated messages and the client of OTLP.
 #[expect(
     clippy::allow_attributes_without_reason,
     clippy::enum_variant_names,
@@ -43,19 +37,14 @@ mod rpc {
     tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
 }
 
-/// What the exporting thread may take to end after its last export.
 const END_TIME_MAX: Duration = Duration::from_secs(1);
 
-/// Why spans can't be exported.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The CA of the collector's certificate can't be used.
     #[error("can't use the file that traces.ca names")]
     File(#[from] reload::Error),
-    /// The collector's URL is invalid.
     #[error("traces.endpoint is no URL; write http://host:port")]
     Endpoint(#[from] tonic::transport::Error),
-    /// The thread or its runtime can't be created.
     #[error("the thread that exports traces can't be created")]
     Thread(#[from] std::io::Error),
 }
@@ -72,10 +61,7 @@ pub struct Traces {
 #[derive(Debug, Default)]
 pub struct TracesEnd(Option<(DropGuard, oneshot::Receiver<()>)>);
 
-/// Starts the export of spans, if the settings name a collector.
-///
-/// # Errors
-/// See [`enum@Error`].
+/// Exports nothing if the settings name no collector.
 pub fn start(
     table: &TracesTable,
     exported: Exported,
@@ -104,10 +90,9 @@ pub fn start(
 }
 
 impl Traces {
-    /// Begins this process's first span of a request. The span continues the trace that the
-    /// request's headers name; if they name none, the ratio decides whether there is a new one.
-    ///
-    /// Makes the headers say the same to the next process, which then decides nothing itself.
+    /// Begins this process's first span of a request, in the trace that the headers name; if they
+    /// name none, the ratio decides whether there is a new one. The headers then say the same to
+    /// the next process, which decides nothing itself.
     #[must_use]
     pub fn begin(&self, headers: &mut HeaderMap, name: &'static str) -> Trace {
         let Some(queue) = &self.queue else { return Trace::default() };

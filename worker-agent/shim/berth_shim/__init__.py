@@ -1,25 +1,15 @@
 """Starts the shim, Berth's plugin in SGLang, which reports to the agent what only the engine knows.
 
-SGLang calls `register` in each of its processes. The agent is Berth's process beside the engine. A
-session is a series of turns whose KV the engine keeps from turn to turn, and a turn is one request
-with its answer.
-
-In a scheduler process, this module installs hooks on the engine's scheduler. The hooks only call
-the `sampler`, which reads the state of the KV pool and of the sessions, and carries out the agent's
-commands. `link` is the connection to the agent, over a unix socket. `wire` documents the protocol.
-
-In the engine's first process, which tokenizes, this module starts the `trimmer`, which trims
-prompts if the agent asks for it. *Trimming* removes from a prompt the tokens that the turn's
-session already holds.
+In a scheduler process, hooks call the `sampler`, which reads the state of the KV pool and of the
+sessions, and carries out the agent's commands. In the engine's first process, which tokenizes, the
+`trimmer` removes from a prompt the tokens that the turn's session already holds.
 
 The scheduler's hooks never raise an error into the engine. After the first error the shim is
 *inert*: it reports why, and does nothing else any more. Only the `guard` goes on, which keeps the
 engine from a fault of its own.
 
-The shim works with every version of SGLang that has the parts that it needs, the *seams*. `seams`
-lists them by the shim's functions, and `probe` looks for them at the start. A function whose seam
-is missing is off, and the agent learns why. If the scheduler can't be reported at all, the shim
-hooks only the start of that process, to report that it is inert.
+The shim works with every SGLang that has the parts that it needs, the *seams*. A function whose
+seam is missing is off, and the agent learns why.
 """
 
 import multiprocessing
@@ -41,7 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The engine's classes with hooks. A class and a method's name together name the hook's target.
+# A class and a method's name together name a hook's target.
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _SESSION = "sglang.srt.session.session_controller.Session."
 _CONTROLLER = "sglang.srt.session.session_controller.SessionController."
@@ -49,14 +39,13 @@ _STREAMING_SESSIONS = "sglang.srt.session.streaming_session.StreamingSession."
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
-# The methods that change the engine's weights.
 _WEIGHT_CHANGES = (
     "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
 # One more such method, which SGLang 0.5.20 lacks.
 _WEIGHT_CHANGE_END = "end_weight_update"
-# Parts of the engine's messages that it has changed nothing.
+# Parts of the engine's messages when it has changed nothing.
 _UNCHANGED = ("Failed to get ", "must run between", "no weight-update session is open")
 
 # Identifies the engine process, even where a pid is reused.
@@ -65,11 +54,11 @@ _INSTANCE = os.urandom(16)
 
 def register() -> None:
     """Installs the hooks that this process needs. This is the plugin's entry point for SGLang."""
-    # A process can become a scheduler only if it has already loaded SGLang's scheduler module.
-    # Importing that module here would cost every other process seconds.
+    # Importing SGLang's scheduler here would cost every other process seconds. A process that
+    # becomes a scheduler has already loaded it.
     if "sglang.srt.managers.scheduler" in sys.modules:
         _Shim().install_hooks()
-    # The process that tokenizes is the engine's first process, which has no parent process.
+    # The process that tokenizes has no parent process.
     if multiprocessing.parent_process() is None:
         from .trimmer import Trimmer
 
@@ -94,18 +83,13 @@ class _Shim:
     """The hooks of one scheduler process. Of all schedulers of a DP rank, only one reports."""
 
     def __init__(self) -> None:
-        # Reads the scheduler's state and reports it. None in a scheduler that doesn't report, and
-        # after the first error.
+        # None in a scheduler that doesn't report, and after the first error.
         self._sampler: "Sampler | None" = None
-        # The connection to the agent, and the first message of each connection. Both are None in a
-        # scheduler that doesn't report.
+        # None in a scheduler that doesn't report. The hello is each connection's first message.
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
-        # SGLang's version, and why functions of the shim are off, by their names.
         self._version, self._off = "", dict[str, str]()
-        # Whether the engine is inside `process_batch_result`, which processes a step's results.
         self._is_processing_step = False
-        # Whether the engine is inside `try_cache_finished_req`, which ends a turn that was running.
         self._is_ending_turn = False
         self._end_step = self._contain_errors(
             lambda _scheduler, batch, *a, **k: self._call_sampler("end_step", batch)
@@ -178,8 +162,7 @@ class _Shim:
         try:
             hello, is_reporter = _complete_hello(scheduler, hello)
         except Exception as error:
-            # It is unknown whether this scheduler is the one that reports. Two reports of the error
-            # are better than none.
+            # This scheduler may be the one that reports. Two reports are better than none.
             inert_reason = hello.inert_reason or _error_reason("start", error)
             hello, is_reporter = replace(hello, inert_reason=inert_reason), True
         if not is_reporter:
@@ -215,8 +198,7 @@ class _Shim:
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
         if "audit" not in self._off:
             self._sampler.start_publishing_rows(self._hello.dp_rank)
-        # With `--sleep-on-idle` an idle scheduler polls its sockets for up to a second. A command
-        # of the agent must wake it.
+        # With `--sleep-on-idle`, an idle scheduler polls its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_receiver, 1)  # 1 is zmq's POLLIN.
 
@@ -241,8 +223,8 @@ class _Shim:
     def _around_prefetch(
         self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls the engine's function that looks for a prompt in its storage, but not for a turn
-        that would end the engine there. This works in each scheduler, also if the shim is inert."""
+        """Calls the engine's look for a prompt in its storage, but not where that would end the
+        engine. This works in each scheduler, also if the shim is inert."""
         try:
             is_left_out = needs_no_prefetch(scheduler.tree_cache, request)
         except Exception as error:
@@ -253,8 +235,7 @@ class _Shim:
         return None if is_left_out else original(scheduler, request, *args, **kwargs)
 
     def _sample_idle(self) -> None:
-        # The engine also publishes a load snapshot while it processes a step's results. They are
-        # not complete then, and `end_step` samples afterwards.
+        # Inside a step's processing its results are not complete; `end_step` samples afterwards.
         if not self._is_processing_step:
             self._call_sampler("sample_idle")
 
@@ -267,14 +248,12 @@ class _Shim:
         self._call_sampler("send_heartbeat")
 
     def _call_sampler_for(self, session: Any, method: str, *args: Any) -> None:
-        """Calls the sampler's method with the session's id and the other arguments. Does nothing
-        for a session that isn't a streaming session."""
+        """Calls the sampler's method, with the session's id, for a streaming session."""
         if self._sampler is not None and session.streaming:
             self._call_sampler(method, session.session_id, *args)
 
     def _call_sampler(self, method: str, *args: Any) -> None:
-        """Calls the sampler's method of this name, if there is a sampler. If the method raises an
-        error, the shim becomes inert."""
+        """Calls the sampler's method of this name. An error makes the shim inert."""
         if self._sampler is None:
             return
         try:
@@ -329,8 +308,7 @@ def _weight_changes() -> list[str]:
 
 
 def _may_change_weights(result: Any) -> bool:
-    """Whether a method that changes the weights may have done so. A flush that fails afterwards
-    makes its result a failure too."""
+    """Whether the weights may have changed. A flush that fails afterwards makes that a failure."""
     return result.success or not any(text in result.message for text in _UNCHANGED)
 
 

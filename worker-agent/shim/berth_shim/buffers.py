@@ -1,7 +1,4 @@
 """Finds where the engine keeps its KV, for the page audit: the device, and each layer's buffers.
-
-The page audit checks who holds each page of the KV pool, and reads the pages' bytes. `audit` passes
-the device and the buffers to the library that reads them. This module reads no KV itself.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +12,7 @@ class Buffer(NamedTuple):
 
 
 def buffers(scheduler: Any) -> list[Buffer]:
-    """Returns the pool's buffers on this rank. Returns none if the bytes of a page aren't one
-    contiguous range of each buffer."""
+    """Returns the pool's buffers; none if a page's bytes aren't contiguous in each buffer."""
     tensors = _kv_tensors(scheduler.token_to_kv_pool_allocator.get_kvcache())
     page_tokens = scheduler.page_size
     # The engine's pools have one page more than they offer.
@@ -30,8 +26,7 @@ def buffers(scheduler: Any) -> list[Buffer]:
 
 
 def device(scheduler: Any) -> tuple[str, int]:
-    """Returns the GPU's UUID and its CUDA ordinal in this process. If the pool is not on a CUDA
-    device, returns the name of its torch device type and -1."""
+    """Returns the GPU's UUID and CUDA ordinal; without CUDA, the torch device type and -1."""
     import torch
 
     torch_device = scheduler.req_to_token_pool.req_to_token.device
@@ -43,8 +38,7 @@ def device(scheduler: Any) -> tuple[str, int]:
 
 
 def _kv_tensors(cache: Any) -> list[Any]:
-    """Returns the tensors of the cache's only pool. Returns none if the cache has several pools, or
-    doesn't list them."""
+    """Returns the tensors of the cache's only pool; none if it has several, or lists none."""
     if not hasattr(cache, "get_device_pool_infos"):
         # SGLang 0.5.20 and 0.5.21. Only of the plain pool all buffers are known.
         is_plain = type(cache).__name__ == "MHATokenToKVPool" and cache.k_scale_buffer is None

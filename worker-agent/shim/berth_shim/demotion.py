@@ -1,18 +1,14 @@
 """Demotes idle sessions on the agent's command: moves a session's KV into the radix tree.
 
-A session is a series of turns. Between two turns its *slot* in the engine holds its KV and a row of
-the request table. After a demotion the row is free, and the engine may evict the KV. The session's
-tokens stay in the engine. The next turn reuses whole pages of what is still in the tree.
-
-The engine itself does the same with the KV of an aborted turn. This module does it for a turn that
-has finished. The slot hands its KV record and its lock back to the session's last request. Then the
-engine's `release_kv_cache` moves that request's KV into the tree. `sampler` calls `demote` where
-the engine also closes sessions: before the requests of a step are handled. The agent decides which
-session to demote.
+After that the session's row of the request table is free, and the engine may evict its KV.
+The engine itself does the same with the KV of an aborted turn; here it is a finished one. The
+*slot*, which holds the KV between turns, hands its KV record and its lock back to the session's
+last request, whose KV `release_kv_cache` moves into the tree. Call `demote` only where the engine
+also closes sessions: before the requests of a step are handled.
 
 Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
-same step, but only one of them receives the agent's commands. `demotion_refusal` returns a reason
-for these configurations, and for others in which demotion was never tested on an engine.
+same step, but only one of them receives the agent's commands. `demotion_refusal` also refuses
+configurations in which demotion was never tested on an engine.
 """
 
 from typing import Any
@@ -48,8 +44,7 @@ def demote(scheduler: Any, id: str) -> str:
     """Demotes the session. Returns why it was not demoted; empty if it was.
 
     The reasons are `unknown`, `in_flight`, `closing`, `no_kv`, `busy`, `multimodal` and
-    `not_cacheable`. `busy` means that a request of the session is still in a batch or queue. The
-    agent can ask again after a step or two.
+    `not_cacheable`. After `busy`, the agent can ask again after a step or two.
     """
     session = scheduler.session_controller.sessions.get(id)
     if session is None or not session.streaming:
@@ -61,15 +56,15 @@ def demote(scheduler: Any, id: str) -> str:
         "in_flight": session._inflight,
         "closing": session.close_on_finish,
         "no_kv": slot is None or not slot.kv.holds_kv,
-        # The session's flag `_inflight` is not enough. If the engine refuses a second turn while
-        # the first one runs, it clears the flag.
+        # The session's flag `_inflight` is not enough: the engine clears it if it refuses a second
+        # turn while the first one runs.
         "busy": any(other.session is session for other in live_requests(scheduler)),
     }
     for refusal, applies in refusals.items():
         if applies:
             return refusal
     if request is None or not request.finished() or request.kv.holds_kv:
-        # The slot has KV, but no finished turn that could take it. Demotion doesn't support this.
+        # The slot has KV, but no finished turn that could take it.
         return "busy"
     if request.multimodal_inputs is not None:
         return "multimodal"
@@ -92,7 +87,7 @@ def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:
     from sglang.srt.mem_cache.common import release_kv_cache
 
     # The request's token arrays may end with the prompt of a later turn that was aborted in the
-    # queue. This does no harm, because the tree's key ends at the committed length.
+    # queue: no harm, because the tree's key ends at the committed length.
     request.kv = slot.kv
     if hasattr(slot, "lock"):
         request.lock, slot.lock = slot.lock, None

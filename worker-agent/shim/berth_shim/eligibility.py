@@ -1,16 +1,13 @@
 """Decides whether an engine can trim prompts, and whether it can trim the prompt of a request.
 
-Trimming sends the engine only the part of a full history that the turn's session doesn't hold.
-`trimmer` asks here why an engine or a request can't be trimmed, and gets a reason or an empty
-string. The module `trim` compares a prompt with the session's history. That needs a tokenizer, so
-this module also adapts the engine's tokenizer to the interface `trim.Tokenizer`.
+Trimming sends the engine only what the turn's session doesn't hold of a full history.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-# A tokenized request with any of these fields can't be trimmed. A turn of a streaming session
-# ignores these fields, or gives them another meaning than a request with the whole prompt does.
+# A turn of a streaming session ignores these fields, or gives them another meaning than a request
+# with the whole prompt does.
 _UNSUPPORTED_FIELDS = (
     "mm_inputs", "input_embeds", "token_type_ids", "positional_embed_overrides", "kv_hints",
     "multi_item_delimiter_indices", "token_indices_to_pool", "return_indexer_topk",
@@ -30,7 +27,7 @@ def engine_refusal() -> str:
         "streaming sessions are off": not serving.enable_streaming_session,
         # Each tokenizer worker would see only some of a session's turns.
         "there are several tokenizer workers": serving.tokenizer_worker_num > 1,
-        # A session's KV is on one of the ranks, and this process can't tell on which.
+        # This process can't tell on which rank a session's KV is.
         "there are several DP ranks": dp_ranks > 1,
         "prefill and decode are apart": get_disagg().disaggregation_mode != "null",
         "prompts are truncated": serving.allow_auto_truncate,
@@ -58,15 +55,13 @@ def cache_namespace(tokenized: Any) -> tuple:
 
 
 class FastTokenizer:
-    """Adapts a fast tokenizer of `transformers` to `trim.Tokenizer`. It encodes and decodes without
-    adding or dropping any token or space.
-    """
+    """Adapts a fast tokenizer of `transformers` to `trim.Tokenizer`. Adds and drops nothing."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         added_tokens = tokenizer.added_tokens_decoder
-        # See `trim.Tokenizer`. These are all added tokens, special or not. A `single_word` token is
-        # left out, because the text around it decides whether the tokenizer splits there.
+        # All added tokens, special or not (see `trim.Tokenizer`), but no `single_word` token: the
+        # text around it decides whether the tokenizer splits there.
         self.split_ids = frozenset(
             id for id, token in added_tokens.items() if not token.single_word
         )
@@ -85,7 +80,6 @@ class FastTokenizer:
 
 
 def fast_tokenizer(tokenizer: Any) -> FastTokenizer | None:
-    """Adapts the engine's tokenizer, if it is a fast one. Returns None for any other tokenizer.
-    With None, a prompt is trimmed only if it begins with the session's token ids. It can't be shown
-    then that other ids stand for the same text."""
+    """Adapts the engine's tokenizer, if it is a fast one; otherwise returns None. Then a prompt is
+    trimmed only if it begins with the session's ids: no others are shown to be the same text."""
     return FastTokenizer(tokenizer) if getattr(tokenizer, "is_fast", False) else None

@@ -1,14 +1,12 @@
 """Keeps an engine safe from pinned sessions, where SGLang itself doesn't.
 
-With a storage back end of the hierarchical cache, the engine looks for a request's prompt in the
-storage before it queues the request. It begins at the node of the radix tree at which the resident
-part of the prompt ends. A turn of a streaming session that has KV has no such node: its KV is the
-session's own. SGLang asks the tree all the same, and the error ends the engine. `needs_no_prefetch`
-says which requests must not get there. They lose nothing, because storage has nothing of what
-follows a session's own KV.
+With a storage back end, the engine looks there for a request's prompt, from the node of the radix
+tree at which its resident part ends. A turn of a streaming session that has KV has no such node,
+but SGLang asks the tree all the same, and the error ends the engine. Such turns lose nothing
+without the look: storage has nothing of what follows a session's own KV.
 
-A model with sliding-window or recurrent layers has a second pool. `second_pool` tells the agent,
-which can't count what sessions hold of that pool.
+A model with sliding-window or recurrent layers has a second pool, of which the agent can't count
+what sessions hold.
 """
 
 from typing import Any

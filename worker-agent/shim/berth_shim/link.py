@@ -1,13 +1,9 @@
 """Connects the shim to the agent's unix socket, sends frames to it, and reads its commands.
 
-The shim is Berth's plugin in the engine, and the agent is Berth's process beside the engine. A
-*frame* is one message of either side; `wire` encodes and decodes frames. `sampler` and `trimmer`
-have one link each. A link doesn't decide what to send, and doesn't carry out commands.
-
 A thread of the link connects, sends the hello (the first frame) and reads commands. The engine's
-own thread sends all other frames and takes the commands. The engine's thread never waits for the
-socket. If the socket takes only part of a frame, the link keeps the rest and sends it later. Until
-then `flush` returns false, and the engine's thread must not send another frame.
+own thread sends all other frames, takes the commands, and never waits for the socket. If the socket
+takes only part of a frame, the link keeps the rest: until that is sent, `flush` returns false, and
+the engine's thread must not send another frame.
 """
 
 import os
@@ -18,41 +14,32 @@ import time
 
 from . import wire
 
-# The pause before connecting again. The pause doubles with each failure. The maximum bounds how
-# late the link finds an agent that has started again. A failed attempt costs only microseconds.
+# The pause doubles with each failure. The maximum bounds how late the link finds an agent that has
+# started again. A failed attempt costs only microseconds.
 RECONNECT_SECONDS_MIN, RECONNECT_SECONDS_MAX = 0.1, 1.0
-# The time limit for connecting and for sending the hello. The hello's few hundred bytes go into an
-# empty buffer, so only a stuck agent can cause a longer wait.
+# The hello's few hundred bytes go into an empty buffer: only a stuck agent can cause a wait.
 HELLO_SECONDS_MAX = 5.0
-# The maximum number of commands that wait until the engine's thread takes them. The agent lets 256
-# requests about sessions wait for an answer at once, and answers one question of each turn that
-# waits for the trimmer.
+# The agent lets 256 requests about sessions wait for an answer at once, and answers one question of
+# each turn that waits for the trimmer.
 COMMANDS_MAX = 8192
-# The folder that root, or a service manager, makes for the agent's user. Only root can make it.
+# Root, or a service manager, makes it for the agent's user. Only root can make it.
 SYSTEM_FOLDER = "/run/berth"
 
 
 class Link:
-    """The shim's end of the connection. `paths` are the places where the agent's socket may be,
-    `is_path_configured` says whether the operator set the path, and `hello` is the first frame of
-    each connection."""
+    """The shim's end of the connection. The agent's socket may be at each of `paths`."""
 
     def __init__(self, paths: list[str], is_path_configured: bool, hello: bytes):
         self._paths = paths
-        # False if the paths are the default paths. `_is_trusted` explains the difference.
         self._is_path_configured = is_path_configured
         self._hello = hello
         self._socket: socket.socket | None = None
-        # Guards the commands, and keeps the socket open during a send. No thread waits for anything
-        # while it holds the lock.
+        # Guards the commands, and keeps the socket open during a send. Its holder never waits.
         self._lock = threading.Lock()
-        # The bytes of the latest frame that the socket hasn't taken.
         self._unsent = b""
-        # The number of connections so far. It identifies the current connection.
         self.connection_number = 0
-        # The commands that the engine's thread hasn't taken.
         self._queued_commands: list[wire.Command] = []
-        # A byte in this socket pair wakes an idle scheduler, which polls `wake_receiver`.
+        # A byte in it wakes an idle scheduler, which polls `wake_receiver`.
         self.wake_receiver, self._wake_sender = socket.socketpair()
         self.wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -71,15 +58,13 @@ class Link:
         return bool(self._queued_commands)
 
     def flush(self) -> bool:
-        """Tries to send the rest of the latest frame. Returns true if an agent is connected and
-        nothing is left to send."""
+        """Sends the rest of the latest frame. Returns whether an agent has got all of it."""
         if self._unsent:
             self._send()
         return self._socket is not None and not self._unsent
 
     def send(self, frame: bytes, connection_number: int) -> None:
-        """Sends a frame on the connection with this number. Drops the frame if a newer connection
-        has replaced that connection. Call this only after `flush` has returned true."""
+        """Sends a frame, unless another connection replaced this one. Only after a true `flush`."""
         with self._lock:
             if connection_number != self.connection_number:
                 return
@@ -99,7 +84,7 @@ class Link:
             except BlockingIOError:
                 pass
             except OSError:
-                # After this, the link's thread sees the end of the connection and connects again.
+                # The link's thread then sees the end of the connection, and connects again.
                 self._shut_down()
 
     def set_hello(self, hello: bytes) -> None:
@@ -202,7 +187,7 @@ class Link:
             self._unsent = b""
             self._socket = connection
             self.connection_number += 1
-            # The commands of an earlier connection need no answers any more.
+            # Those of an earlier connection need no answers any more.
             self._queued_commands.clear()
         try:
             # A new agent needs a full table of the sessions.
@@ -220,7 +205,7 @@ class Link:
         """Queues a command for the engine's thread, and wakes an idle scheduler."""
         if len(self._queued_commands) >= COMMANDS_MAX:
             raise wire.ProtocolError("too many commands are waiting")
-        # The lock covers both lines. Otherwise `take_commands` could take the command before its
+        # Without the lock over both lines, `take_commands` could take the command before its
         # wake-up byte is sent, and this byte would remain.
         with self._lock:
             self._queued_commands.append(command)
@@ -228,9 +213,9 @@ class Link:
 
 
 def socket_paths(port: int) -> tuple[list[str], bool]:
-    """Returns the places where the socket of the agent for the engine at this HTTP port may be, and
-    whether the operator set the only one. The agent's default is the first of them that it can use:
-    `config/state_folder.rs`. Its environment may differ from the engine's, so the shim tries each.
+    """Returns where the agent's socket for the engine at this HTTP port may be, and whether the
+    operator set that. The agent takes the first that it can use: `config/state_folder.rs`. Its
+    environment may differ from the engine's, so the shim tries each.
     """
     if configured_path := os.environ.get("BERTH_SHIM_SOCKET"):
         return [configured_path], True

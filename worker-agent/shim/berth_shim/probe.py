@@ -1,13 +1,8 @@
 """Looks for the seams in an engine, and says which functions of the shim are off.
 
-A *seam* is a part of SGLang that the shim needs; `seams` lists them and the shim's functions. The
-version of SGLang plays no part. The shim has two ways to look:
-
-- `ImportedEngine` looks at the modules of the running engine. The hooks are installed by what it
-  finds, at the engine's start.
-- `EngineSources` reads the engine's source files and imports nothing. `python -m berth_shim` uses
-  it. The imported engine needs it too, because a class doesn't show the fields that its methods
-  assign to `self`.
+The version of SGLang plays no part. The hooks are installed by what `ImportedEngine` finds at the
+engine's start. `EngineSources` imports nothing, for `python -m berth_shim`; the imported engine
+needs it too, because a class doesn't show the fields that its methods assign to `self`.
 """
 
 import ast
@@ -23,18 +18,16 @@ from .seams import FUNCTIONS, SEAMS, Kind, Seam
 
 _log = logging.getLogger(__name__)
 
-# `*args` and `**kwargs`.
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Parameters(NamedTuple):
     """The parameters of a function, without `*args` and `**kwargs`."""
 
-    # Those that a caller may pass by position, in order.
+    # May be passed by position, in order.
     positional: list[str]
-    # Those that a caller may pass by name.
+    # May be passed by name.
     named: set[str]
-    # Those without a default.
     required: set[str]
 
 
@@ -48,8 +41,7 @@ class Engine(Protocol):
 
 
 def find_missing(engine: Engine, seams: Iterable[Seam] = SEAMS) -> dict[str, list[str]]:
-    """Returns for each function of the shim which seams are missing. A function that works isn't
-    listed. In a scheduler process, nothing works without `reports`."""
+    """Returns the missing seams by function. In a scheduler, nothing works without `reports`."""
     missing: dict[str, list[str]] = {}
     for seam in seams:
         if problem := find_problem(engine, seam):
@@ -182,8 +174,7 @@ class EngineSources:
         return Parameters(positional[1:] if is_bound else positional, named, required)
 
     def _method(self, module: str, owner: str, method: str) -> ast.AST | None:
-        """Returns the definition of a method, which may be in a base class. For a constructor that
-        no class defines, returns the class itself."""
+        """Returns a method's definition, also of a base; of a missing constructor, the class."""
         if not isinstance(node := self._find(module, owner), ast.ClassDef):
             return None
         if found := self._find(module, f"{owner}.{method}"):
@@ -206,8 +197,7 @@ class EngineSources:
         return [origin for origin in origins if origin]
 
     def _members(self, module: str, name: str) -> frozenset[str] | None:
-        """Returns what a class itself defines: in its body, and on `self` in its methods. Returns
-        None if the class isn't in these sources."""
+        """Returns what a class defines in its body, and on `self`; None without its source."""
         if not isinstance(node := self._find(module, name), ast.ClassDef):
             return None
         names = {each.name for each in node.body

@@ -1,28 +1,21 @@
 """Publishes the radix tree again as KV events, for an agent that has missed some of the events.
 
-A KV event says that the engine's cache has stored or removed pages of KV. The first event of a
-publication clears all pages at the subscribers. Then store events follow for each node of the tree.
-The events pass through the engine's own event queue, in order with the events of current changes.
-So every subscriber, not only the agent, knows the tree's content afterwards.
+The events pass through the engine's own queue, in order with those of current changes. The first
+clears all pages at the subscribers, so every subscriber knows the tree's content afterwards. The
+module changes neither the tree nor its KV. The tree may change between two chunks, and a chunk may
+end inside a long node.
 
-`sampler` begins a publication on the agent's command, and then calls `publish_chunk` between the
-scheduler's steps. The tree may change between two chunks, and a chunk may end inside a long node.
-The module changes neither the tree nor its KV.
+No event is false: a chunk reports only pages that are in the tree while it runs.
 
-No event is false. A chunk reports only pages that are in the tree while the chunk runs, and the
-engine's own events report later changes.
+No page is missed. A node is *published* once all its pages are. Subscribers understand the engine's
+own events that store pages after a published node. They can't use one after an unpublished node,
+but those pages are published later, after that node.
 
-No page is missed. A node is *published* once all its pages are. Subscribers know the pages of
-published nodes, so they understand the engine's own events that store pages after those pages.
-Subscribers can't use an event that stores pages after an unpublished node. But the republisher
-publishes those pages later, after that node.
-
-A *pending* node is a node that is still to be published. Its *path* has the unpublished nodes from
-the root down to the node. `_pages_done` counts the pages of the next pending node's path that are
-already published. Changes between two chunks leave this count valid:
-
-- A split inserts a new node above a node that keeps its id and its end. The path down to the
-  pending node then has one node more, but the same pages.
+A *pending* node is still to be published. Its *path* has the unpublished nodes from the root down
+to it, of whose pages `_pages_done` are published. Changes between two chunks leave this count
+valid:
+- A split inserts a new node above a node that keeps its id and its end: one node more on the path,
+  but the same pages.
 - The engine removes only leaves. So the published ancestor stays as long as the pending node does.
 - If the pending node itself was removed, a split may have left an upper part of it in the tree.
   Then this part is published.
@@ -35,11 +28,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# After this time a chunk starts no further part. The time is short beside a scheduler step: even a
-# small model's step takes several times as long.
+# Then a chunk starts no further part. Even a small model's step takes several times as long.
 CHUNK_SECONDS = 0.002
-# The maximum number of pages in a part. A chunk checks the clock after each part. A part of pages
-# of one token takes 0.3 ms.
+# A chunk checks the clock after each part. A part of pages of one token takes 0.3 ms.
 PART_PAGES_MAX = 64
 
 
@@ -50,16 +41,13 @@ class Republisher:
         self._publisher = scheduler.kv_events_publisher
         self._tree = getattr(scheduler.tree_cache, "tree_core", None)
         self._wake = wake
-        # The tree's root when publishing began. A flush of the tree replaces the root.
+        # A flush of the tree replaces the root.
         self._root: Any = None
         # A stack: the next node to publish is at the end of the list.
         self._pending_nodes: list[Any] = []
-        # The ids of the nodes whose pages are all published.
         self._published_ids: set[int] = set()
-        # The number of pages already published on the path of the next pending node.
         self._pages_done = 0
-        # Why the tree can't be published; empty if it can. The engine may lack what is needed for
-        # it (`off_reason`).
+        # Empty if the tree can be published. The engine may lack what that needs (`off_reason`).
         self.refusal = off_reason or _publishing_refusal(self._publisher, self._tree)
 
     @property
@@ -78,8 +66,7 @@ class Republisher:
 
     def _begin(self) -> None:
         """Queues the event that clears all pages, and marks the root's children as pending."""
-        # Publish the queued events before the cleared event. They belong to older changes, so the
-        # cleared event must void them too.
+        # The queued events belong to older changes, which the cleared event must void too.
         self._publisher.publish_kv_events()
         self._tree.kv_events.record_all_cleared()
         self._root, self._published_ids, self._pages_done = self._tree.root_node, set(), 0
@@ -104,8 +91,8 @@ class Republisher:
     def _publish_chunk(self) -> None:
         deadline = time.perf_counter() + CHUNK_SECONDS
         if self._root is not self._tree.root_node:
-            # A flush removed all pending nodes. The engine's own events report what was stored
-            # since then, and subscribers understand them, because a root needs no event.
+            # A flush removed all pending nodes. What was stored since, the engine's own events
+            # report, and subscribers understand them, because a root needs no event.
             self._pending_nodes = []
         while self._pending_nodes:
             node = self._pending_nodes.pop()
@@ -122,7 +109,7 @@ class Republisher:
 
     def _unpublished_path(self, node: Any) -> list[Any]:
         """Returns the nodes after the node's nearest published ancestor (or the root), down to the
-        node itself. Leaves out nodes that were removed from the tree."""
+        node. Leaves out nodes that were removed from the tree."""
         path: list[Any] = []
         while (parent := node.parent) is not None and node.id not in self._published_ids:
             # A removed node keeps its link to its parent, but the parent no longer links to it.
@@ -132,15 +119,14 @@ class Republisher:
         return path[::-1]
 
     def _publish_path(self, path: list[Any], deadline: float) -> bool:
-        """Publishes the pages of the path's nodes until the deadline. Returns whether it has
-        published all of them."""
+        """Publishes the path's pages until the deadline. Returns whether that was all."""
         for node in path:
             pages = len(node.hash_value)
             while self._pages_done < pages:
                 begin = self._pages_done
                 self._pages_done = min(begin + PART_PAGES_MAX, pages)
                 self._record_part(node, begin, self._pages_done)
-                # The check comes after the part, so that each chunk publishes at least one part.
+                # After the part, so that each chunk publishes at least one.
                 if time.perf_counter() >= deadline:
                     return False
             self._pages_done -= pages
@@ -150,8 +136,7 @@ class Republisher:
         return True
 
     def _record_part(self, node: Any, begin: int, end: int) -> None:
-        """Records store events for the node's pages from `begin` to `end` (exclusive): one event
-        for each memory, the device's and the host's, that holds the node."""
+        """Records an event for the node's pages in each memory, the device's and the host's."""
         from sglang.srt.disaggregation.kv_events import StorageMedium
 
         part = _node_part(node, begin, end, self._tree.page_size)
@@ -162,8 +147,7 @@ class Republisher:
 
 
 def _node_part(node: Any, begin: int, end: int, page_size: int) -> Any:
-    """Returns the node's pages from `begin` to `end` (exclusive) as an object with the attributes
-    that the engine's event recorder reads from a node."""
+    """Returns pages of the node as what the engine's event recorder reads from a node."""
     hashes, event_hashes = node.hash_value, node.event_hash_value or []
     parent = node.parent
     if begin:

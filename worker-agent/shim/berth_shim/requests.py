@@ -4,8 +4,7 @@ from typing import Any
 
 
 def live_requests(scheduler: Any) -> list[Any]:
-    """Returns every waiting or running request at least once, and the requests of batches whose
-    results are still to come."""
+    """Returns the requests that wait, run, or have results to come, each at least once."""
     requests = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
     requests += scheduler.grammar_manager.grammar_queue
     if scheduler.chunked_req is not None:

@@ -1,22 +1,17 @@
 """Samples one scheduler's state, reports it to the agent, and carries out the agent's commands.
 
-A session is a series of turns whose KV the engine keeps from turn to turn. A session is *touched*
-when a hook of the shim has seen it, so it may have changed. A *sample* is one reading of the KV
-pool's figures and of all touched sessions. If something has changed, an *update* reports the sample
-to the agent, together with the events that the hooks have seen since the update before.
+A session is *touched* when a hook has seen it, so it may have changed. A *sample* is one reading of
+the KV pool's figures and of all touched sessions. An *update* reports it if something has changed,
+with the events that the hooks have seen since the update before.
 
-A *request* of the agent concerns one session: inspect it or demote it. It has a number, which its
-answer repeats. So the agent never takes anything else for the answer. An answer is an event, and is
-never dropped: a request waits until its answer has room.
+A *request* of the agent concerns one session. Its answer repeats its number, so the agent never
+takes anything else for it. An answer is an event, and is never dropped: a request waits until its
+answer has room.
 
 A scheduler may have thousands of sessions, and a pass of its loop must stay short. So each pass has
-a limited time for requests, and another for a full table of the sessions. The rest waits for the
-next pass.
-
-The hooks that `__init__` installs call the `Sampler`. `table` reads the sessions, and `link` sends
-the frames. For the agent's commands, `audit`, `republish` and `demotion` do the work. Everything
-here runs on the scheduler's thread, and nothing waits. While no agent is connected, each hook costs
-one comparison.
+a limited time for requests, and another for a full table of the sessions. Everything here runs on
+the scheduler's thread, and nothing waits. While no agent is connected, each hook costs one
+comparison.
 """
 
 import logging
@@ -34,24 +29,19 @@ from .publish import RowPublisher, table_path
 from .republish import Republisher
 from .table import SessionTable, answer_tokens
 
-# The shortest time between two samples of an idle scheduler in which no session was touched.
 # Without `--sleep-on-idle` an idle scheduler spins, and would sample all the time.
 IDLE_SECONDS = 0.05
-# The longest time between two updates. The agent takes a shim that says nothing for long as a sign
-# that the scheduler hangs.
+# The agent takes a shim that says nothing for long as a sign that the scheduler hangs.
 HEARTBEAT_SECONDS = 1.0
-# A running turn's KV grows by a token in each step, but its session isn't read in each step. The
-# sessions of running turns are read in the first step after this time, and when their turn ends.
+# A running turn's KV grows by a token in each step. Its session is read in the first step after
+# this time, and when the turn ends.
 RUNNING_SECONDS = 0.05
-# The time in one pass of the scheduler's loop for the agent's requests, and for reading and sending
-# a full table. Both begin at least one part of their work in each pass.
+# In one pass, for the agent's requests, and for a full table. Each begins at least one part.
 REQUESTS_SECONDS = TABLE_SECONDS = 0.002
-# The number of events that wait at which no request is carried out. The rest of EVENTS_MAX is for
-# the events of hooks.
+# With so many events waiting, no request is carried out. The rest is for the events of hooks.
 ANSWERS_MAX = wire.EVENTS_MAX // 2
-# An inspection waits for this many passes. The agent inspects a session after it has aborted its
-# turn over another connection. The engine receives the abort at the latest in the pass after the
-# one that takes the request, and handles it in that pass.
+# The agent inspects a session after it has aborted its turn over another connection. The engine
+# receives the abort at the latest in the pass after the one that takes the request.
 INSPECTION_PASSES = 2
 
 
@@ -73,38 +63,30 @@ class Sampler:
         self._row_publisher: RowPublisher | None = None
         self._demotion_refusal = demotion_refusal
         self._table = SessionTable(scheduler)
-        # The connection for which the following state holds.
+        # The following state holds for this connection.
         self._connection_number = 0
-        # The events that are still to be sent.
         self._unsent_events: list[wire.Event] = []
-        # Whether the next sample must begin a full table of the sessions.
         self._is_full_table_due = True
-        # Whether the next update begins a full table, and whether the end of one is still to come.
+        # Whether the next update begins a full table, and whether one's end is still to come.
         self._begins_table = self._is_table_open = False
-        # The agent's requests that are not carried out. An inspection comes with the pass in which
-        # it may be. `_pass` counts the passes that had work.
+        # An inspection comes with the pass in which it may be. `_pass` counts those with work.
         self._demotions: deque[wire.Demote] = deque()
         self._inspections: deque[tuple[int, wire.Inspect]] = deque()
         self._pass = 0
-        # The number of the next update on this connection.
         self._next_seq = 0
-        # The latest figures that were sent on this connection, without the shim's own counters.
+        # Those sent last on this connection, without the shim's own counters.
         self._figures_sent: wire.RankFacts | None = None
-        # Counters since the start. A recount is a sample that reads all sessions again because the
-        # sum of the held tokens was wrong.
+        # A recount reads all sessions again because the sum of the held tokens was wrong.
         self._events_lost = self._samples = self._samples_ns = self._recounts = 0
-        # The uncached tokens after the latest recount on an idle engine. While this number stays
+        # The uncached tokens after the latest recount on an idle engine: while this number stays
         # the same, another recount wouldn't help.
         self._unexplained_tokens = 0
         self._is_recounting = False
-        # How often the weights have changed, and whether there is KV from before the last change.
+        # Whether there is KV from before the latest change of the weights.
         self._weight_changes, self._has_old_kv = 0, False
-        # When the latest sample was taken, and when the sessions of running turns were last read.
         self._sampled_at_seconds = self._running_read_at_seconds = 0.0
-        # When the latest update was sent.
         self._sent_at_seconds = 0.0
 
-    # Called by the hooks on sessions. `id` is the session's id.
 
     def mark_touched(self, id: str) -> None:
         """Marks a session as possibly changed, so that the next sample reads it."""
@@ -120,8 +102,7 @@ class Sampler:
         self._queue_event(wire.Closed, id)
 
     def report_commit(self, id: str, request: Any) -> None:
-        """Reports that a turn became part of the session's history, because it has ended or was put
-        back into the queue (retracted)."""
+        """Reports that a turn is now history: it has ended, or was retracted into the queue."""
         history_tokens = len(request.origin_input_ids) + answer_tokens(request)
         is_retracted = not request.finished()
         self._queue_event(wire.Committed, id, str(request.rid), history_tokens, is_retracted)
@@ -142,8 +123,7 @@ class Sampler:
         self._has_old_kv = figures.available_tokens < figures.pool_tokens
 
     def _queue_event(self, kind: type[wire.Event], id: str, *fields: Any) -> None:
-        """Queues an event of a session for the next update. `kind` is the class of the event, and
-        `fields` are its fields after the id."""
+        """Queues a session's event for the next update. `fields` follow the id."""
         if not self._link.is_connected or not wire.is_nameable(id):
             return
         self._reset_if_reconnected()
@@ -163,8 +143,7 @@ class Sampler:
                     self._scheduler, path, auditor.cuda_ordinal, auditor.current_stream
                 )
             except AuditError as error:
-                # The warning goes to the engine's log. An agent that finds no file requests its
-                # audits from the shim instead.
+                # An agent that finds no file requests its audits from the shim instead.
                 logging.getLogger(__name__).warning("can't publish rows to %s: %s", path, error)
 
     # Called from the scheduler's loop.
@@ -232,8 +211,8 @@ class Sampler:
         self._unsent_events.append(wire.Demoted(number, id, refusal or None))
 
     def send_heartbeat(self) -> None:
-        """Sends an update if none was sent for a while, although nothing has changed. Called in each
-        pass of the scheduler's loop, also while the engine is paused."""
+        """Sends an update if none was sent for a while, although nothing has changed. Called in
+        each pass, also while the engine is paused."""
         if not self._link.is_connected:
             return
         begin_ns = time.perf_counter_ns()
@@ -250,8 +229,7 @@ class Sampler:
             self._send_update(self._figures_sent)
 
     def sample_idle(self) -> None:
-        """Samples between steps and while the scheduler is idle, if something may have changed or
-        the latest sample is old."""
+        """Samples between steps and while idle, if that is due or something may have changed."""
         if self._row_publisher is not None:
             self._row_publisher.end_step()
         self._advance_audit()
@@ -274,8 +252,7 @@ class Sampler:
             return
         begin_ns = time.perf_counter_ns()
         now_seconds = begin_ns / 1e9
-        # A prefill changes the rows and the tree, so its sessions are always read. A decoding step
-        # only adds a token to each turn.
+        # A prefill changes the rows and the tree. A decoding step only adds a token to each turn.
         is_read_due = now_seconds - self._running_read_at_seconds >= RUNNING_SECONDS
         if batch.forward_mode.is_extend() or is_read_due:
             self._running_read_at_seconds = now_seconds
@@ -291,7 +268,6 @@ class Sampler:
         self._auditor.advance()
         if not self._auditor.has_answer:
             return
-        # The audit's thread has woken the scheduler with a byte.
         self._link.clear_wake()
         if not self._link.is_connected:
             self._auditor.forget_request()
@@ -299,8 +275,7 @@ class Sampler:
             self._link.send(self._auditor.take_answer(), self._connection_number)
 
     def _sample(self, begin_ns: int) -> None:
-        """Takes a sample, and sends an update if something has changed. `begin_ns` is the value of
-        the performance counter when the hook was called."""
+        """Takes a sample, and reports changes. `begin_ns` is when the hook was called."""
         if not self._link.flush():
             return
         self._sampled_at_seconds = begin_ns / 1e9
@@ -328,7 +303,7 @@ class Sampler:
 
     def _is_recount_due(self, figures: wire.RankFacts) -> bool:
         """Whether all sessions must be read again. Only running requests hold uncached tokens. If
-        no request runs, a hook has missed a change, and the sum of the held tokens is wrong."""
+        none runs, a hook has missed a change, and the sum of the held tokens is wrong."""
         is_explained = figures.uncached_tokens in (0, self._unexplained_tokens)
         if is_explained or self._is_recounting or not self._scheduler.is_fully_idle():
             return False
@@ -347,13 +322,13 @@ class Sampler:
             self._is_full_table_due, self._next_seq, self._figures_sent = True, 0, None
             self._is_table_open = self._is_recounting = False
             self._unsent_events.clear()
-            # The requests of an earlier connection need no answers any more.
+            # Those of an earlier connection need no answers any more.
             self._demotions.clear()
             self._inspections.clear()
 
     def _read_state(self, deadline_seconds: float) -> wire.RankFacts | None:
-        """Reads the touched sessions, the next part of a full table, and the pool's figures.
-        Returns None while the full table is incomplete: the sum of held tokens is wrong then."""
+        """Reads the touched sessions, the next part of a full table, and the pool's figures. None
+        while the table is incomplete: the sum of held tokens is wrong then."""
         if self._is_full_table_due:
             self._table.begin_scan()
             self._is_full_table_due = False
@@ -390,7 +365,7 @@ class Sampler:
 
     def _read_figures(self) -> wire.RankFacts:
         """Reads the figures of the pool and the queues. The shim's own counters stay 0, so that
-        the figures of two samples are equal if the engine's state is."""
+        equal states have equal figures."""
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
         pool_stats = scheduler.pool_stats_observer.get_pool_stats()
         protected_tokens = (

@@ -1,18 +1,16 @@
 """Lists the seams: every part of SGLang that the shim hooks, calls or reads. Pure data.
 
-SGLang promises nothing about its inner parts, so a version may lack a seam or have changed it.
-`probe` looks for each seam when the engine starts. If a seam is missing, the *functions* of the
-shim that need the seam are off, and the other functions work. The functions are:
+SGLang promises nothing about its inner parts, so a version may lack a seam or have changed it. Then
+the *functions* of the shim that need the seam are off, and the others work:
 
-- `reports`: the state of the pool, the sessions and the weights. The other functions of a scheduler
-  process need it too. Without it the shim is inert there.
+- `reports`: the state of the pool, the sessions and the weights. The scheduler's other functions
+  need it too.
 - `demotion`: moves an idle session's KV into the radix tree.
 - `audit`: checks who holds each page, and publishes the rows for an agent that checks by itself.
 - `republishing`: publishes the radix tree again as KV events.
 - `guarding`: keeps turns of pinned sessions from the engine's storage, which would end the engine,
   and says whether the model has a second pool.
-- `trimming`: removes from a prompt what its session holds. It works in another process than the
-  other functions, so it doesn't need `reports`.
+- `trimming`: removes from a prompt what its session holds, in another process than the others.
 
 A test compares this list with the shim's imports of SGLang, and with the hooks that it registers.
 Parts whose absence the shim's code itself expects (`getattr` with a default) are not listed.
@@ -29,12 +27,11 @@ class Kind(Enum):
 
     # A function that the shim wraps. `needs` are the first parameters in order.
     HOOK = "hook"
-    # A function that the shim calls. `needs` are the first parameters in order, and those that the
-    # shim passes by name, with `=` appended. `a=|b=` means that the shim can use either. No other
-    # parameter may be required.
+    # A function that the shim calls. `needs` are its first parameters in order, and with `=` those
+    # passed by name (`a=|b=`: either). No other parameter may be required.
     CALL = "call"
     # A class whose instances the shim reads, or an enumeration. `needs` are the names of fields,
-    # properties and methods. `a|b` means that the shim can use either.
+    # properties and methods (`a|b`: either).
     FIELDS = "fields"
 
 
@@ -42,11 +39,11 @@ class Seam(NamedTuple):
     """A part of SGLang that the shim needs."""
 
     kind: Kind
-    # A module, a colon, and the name in the module. For `FIELDS` there may be several such paths,
-    # separated by spaces, if the engine builds the object from several classes.
+    # A module, a colon, and the name in it. `FIELDS` may have several, separated by spaces, if the
+    # engine builds the object from several classes.
     path: str
     needs: tuple[str, ...]
-    # The functions of the shim that are off without the seam.
+    # They are off without the seam.
     functions: tuple[str, ...]
 
     @property
@@ -74,7 +71,7 @@ _CONTROL = _S + "managers.tokenizer_control_mixin:TokenizerControlMixin"
 _WEIGHTS = _PARTS + "weight_updater:SchedulerWeightUpdaterManager"
 _PARALLEL = f"{_CONTEXT}ParallelContext {_ARGUMENTS}parallel:Parallel"
 
-# The lock that a session or a request has on the radix tree: one field, or three in older versions.
+# A session's or a request's on the radix tree: one field, or three in older versions.
 _LOCK = ("lock|last_node", "lock|lock_receipt", "lock|swa_prefix_lock_released")
 
 _ALL = ("reports", "trimming")

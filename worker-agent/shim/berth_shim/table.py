@@ -1,15 +1,10 @@
 """Keeps a table of the engine's sessions, and finds those that changed since the last report.
 
-A session is a series of turns whose KV the engine keeps from turn to turn, in the session's *slot*.
-A session is *touched* when a hook of the shim has seen it, so it may have changed. Only touched
-sessions are read, because the cost of reading all of them would grow with their number. The table
-also keeps the sum of the tokens that all sessions hold.
+Only *touched* sessions are read, which a hook has seen: the cost of reading all would grow with
+their number. The table also keeps the sum of the tokens that all sessions hold.
 
 A *scan* reads all sessions. It may take many passes of the scheduler, because each pass has a
 limited time for it. The sum is wrong until the scan has ended.
-
-`sampler` marks sessions as touched, lets the table read them, and reports the changes to the agent.
-It also checks the sum whenever the engine is idle. The table itself sends nothing.
 """
 
 import time
@@ -17,8 +12,7 @@ from typing import Any
 
 from . import wire
 
-# The number of sessions that a scan reads between two looks at the clock. Reading so many takes
-# 0.2 ms.
+# Sessions that a scan reads between two looks at the clock: 0.2 ms.
 SCAN_PART = 16
 
 
@@ -29,19 +23,15 @@ class SessionTable:
         self._sessions = scheduler.session_controller.sessions
         self._slots = scheduler.tree_cache.session.slots
         self._page_size = scheduler.tree_cache.page_size
-        # The latest facts of each session, as the agent knows them once all changes are reported.
+        # As the agent knows them once all changes are reported.
         self._facts_by_id: dict[str, wire.SessionFacts] = {}
-        # The part of `held_tokens` of each session that holds any.
         self._held_tokens_by_id: dict[str, int] = {}
-        # The ids of the sessions to read next.
         self.touched_ids: set[str] = set()
-        # The ids that a scan has not read yet.
         self._unscanned_ids: list[str] = []
-        # The ids of changed sessions and of ended sessions that are still to be reported, in order.
+        # Still to be reported, in order.
         self._changed_ids: dict[str, None] = {}
         self._ended_ids: dict[str, None] = {}
-        # The tokens that all sessions hold outside the radix tree, in whole pages. Complete only if
-        # no scan is running.
+        # Outside the radix tree, in whole pages. Complete only if no scan is running.
         self.held_tokens = 0
 
     def begin_scan(self) -> None:
@@ -62,8 +52,7 @@ class SessionTable:
         return bool(self._unscanned_ids)
 
     def continue_scan(self, deadline_seconds: float) -> None:
-        """Reads the next sessions of a scan until the performance counter shows this time, at least
-        SCAN_PART of them."""
+        """Reads at least SCAN_PART of a scan's sessions, until the deadline."""
         while self._unscanned_ids:
             for id in self._unscanned_ids[-SCAN_PART:]:
                 self._read(id)
@@ -110,8 +99,7 @@ class SessionTable:
         return bool(self._changed_ids or self._ended_ids)
 
     def take_changes(self) -> tuple[list[str], list[wire.SessionFacts]]:
-        """Takes the next sessions to report, at most SESSIONS_MAX of each kind: the ids of ended
-        sessions, and the facts of changed sessions."""
+        """Takes the ended and the changed sessions to report, at most SESSIONS_MAX of each."""
         ended_ids = _take_first(self._ended_ids)
         changed_sessions = [self._facts_by_id[id] for id in _take_first(self._changed_ids)]
         return ended_ids, changed_sessions
@@ -147,8 +135,7 @@ def _read_facts(id: str, session: Any, kv: Any) -> wire.SessionFacts:
 
 def history_tokens(session: Any) -> int:
     """Returns the number of tokens that the engine puts before the next turn's prompt. A running
-    turn appends to the token array of the turn before it, so that array counts only up to its
-    committed length."""
+    turn appends to the array of the turn before, so that counts up to its committed length."""
     if session.committed_origin_len is None or not session.req_nodes:
         return 0
     [node] = session.req_nodes.values()

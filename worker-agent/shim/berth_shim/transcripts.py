@@ -1,12 +1,7 @@
 """Keeps the transcripts of all open sessions for the trimmer, within a bound on their size. Pure.
 
-The trimmer is the shim's part that removes from a full prompt what the turn's session already has.
-A session is a series of turns that the engine appends to one *context*, the session's tokens. A
-`Transcript` holds the token ids of that context. This module only keeps the transcripts: `trimmer`
-reads and changes them here, and `trim` compares prompts with them.
-
-At the bound on tokens, the session that has been idle longest loses its transcript's ids. The
-context of that session is then unknown, and its turns can't be trimmed any more.
+At the bound on tokens, the session that has been idle longest loses its transcript's ids: its
+context is then unknown, and its turns can't be trimmed any more.
 """
 
 from collections.abc import Callable
@@ -14,12 +9,10 @@ from typing import Any
 
 from .trim import Transcript
 
-# The default bound on sessions. Each session with KV takes a row of the engine's request table, and
-# by default SGLang's table has at most 4096 rows.
+# Each session with KV takes a row of the engine's request table, by default at most 4096.
 SESSIONS_MAX = 4096
-# The default bound on the tokens of all transcripts. At 8 bytes per token they take 128 MiB, which
-# is enough for 160 sessions of 100,000 tokens. The engine itself keeps the same ids two or three
-# times.
+# At 8 bytes per token, 128 MiB: enough for 160 sessions of 100,000 tokens. The engine itself keeps
+# the same ids two or three times.
 TOKENS_MAX = 1 << 24
 
 
@@ -29,7 +22,6 @@ class Transcripts:
     def __init__(self, sessions_max: int = SESSIONS_MAX, tokens_max: int = TOKENS_MAX):
         self._sessions_max, self._tokens_max = sessions_max, tokens_max
         self._by_id: dict[str, Transcript] = {}
-        # The number of token ids in all transcripts.
         self._kept_tokens = 0
 
     def __len__(self) -> int:
@@ -39,9 +31,8 @@ class Transcripts:
         return id in self._by_id
 
     def open(self, id: str) -> None:
-        """Adds a session with an empty context. Discards an earlier session with this id. At the
-        bound on sessions, it also discards the longest idle session. If none is idle, it discards
-        the least recently used."""
+        """Adds a session with an empty context, in place of an earlier one with this id. At the
+        bound on sessions, discards the longest idle one, or else the least recently used."""
         self.close(id)
         if len(self._by_id) >= self._sessions_max:
             by_id = self._by_id
@@ -55,16 +46,12 @@ class Transcripts:
             self._kept_tokens -= len(transcript)
 
     def get(self, id: str) -> Transcript | None:
-        """Returns a session's transcript for reading, or None if the session is unknown. To change
-        the transcript, call `change`."""
+        """Returns a session's transcript for reading only; None if the session is unknown."""
         return self._by_id.get(id)
 
     def change(self, id: str, apply: Callable[[Transcript], Any]) -> Any:
         """Calls `apply` with the transcript, marks the session as used, and enforces the bound on
-        tokens.
-
-        Returns the result of `apply`, or None if the session is unknown.
-        """
+        tokens. Returns the result of `apply`, or None if the session is unknown."""
         if (transcript := self._by_id.pop(id, None)) is None:
             return None
         self._by_id[id] = transcript

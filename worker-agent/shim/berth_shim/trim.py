@@ -1,60 +1,51 @@
 """Finds the part of a prompt that its session lacks, so that the engine gets only that part.
 
-A streaming session of SGLang is a series of turns; a turn is one request with its answer. The
-engine keeps the session's tokens, the *context*, and appends to it whatever a turn sends. Many
-clients send their full history with each turn, but should pay only for the new part. So a
-`Transcript` keeps a copy of a session's context, as token ids, in the process that tokenizes.
-Comparing a full prompt with the transcript gives a *plan*. `trimmer` carries out the plans, and
-`transcripts` keeps the transcripts of all sessions. This module is pure: token ids go in, a plan
-comes out. The plans are:
+The engine appends to a session's tokens, the *context*, whatever a turn sends. A `Transcript` is a
+copy of the context, as token ids, in the process that tokenizes. Comparing a full prompt with it
+gives a *plan*. This module is pure. The plans are:
 
 - `Trimmed`: the prompt starts with exactly the transcript's ids. The rest is to be appended.
 - `Retokenized`: the prompt starts with other ids, but is proven to start with the same text. The
   rest is to be appended.
 - `Diverged`: from some token on the text differs, or the prompt has nothing after the transcript.
-  Nothing may be appended.
 - `TooLong`: the plan would be one of the first two, but there isn't room for so many tokens.
 - `Refused`: the comparison isn't possible, for a stated reason.
 
 # Drift
 
-The model chooses the ids of an answer. The client sends the answer back as text, and the tokenizer
-may encode that text with other ids. This difference is called *drift*. A prompt with drift
-continues the context if four conditions hold. The *cut* is where the rest of the prompt begins.
+The client sends an answer back as text, and the tokenizer may encode that text with other ids than
+the model chose: *drift*. A prompt with drift continues the context if four conditions hold. The
+*cut* is where the rest of the prompt begins.
 
-- Between each two special tokens, decoding the transcript's ids and encoding the resulting text
-  gives exactly the ids in the prompt.
+- Between each two special tokens, decoding the transcript's ids and encoding the text gives exactly
+  the ids in the prompt.
 - The decoded text has no replacement character, which could stand for anything.
-- The ids have the same *pieces* as those of the prompt, one after the other. A piece is what the
-  vocabulary has for an id. A tokenizer that normalizes texts (NFKC for example) encodes different
-  texts to the same ids, so equal ids alone prove nothing of what the model wrote.
+- The ids have the same *pieces* (the vocabulary's entries) as those of the prompt, one after the
+  other. A tokenizer that normalizes texts (NFKC for example) encodes different texts to the same
+  ids, so equal ids alone prove nothing of what the model wrote.
 - The texts before and after the cut encode separately to the same ids as together. This is so if a
   special token is on either side of the cut. Otherwise the rest, up to the next special token, must
   encode on its own to the ids that the prompt has there.
 
-Only the prompt's own ids are ever appended.
-
-After such a proof the transcript keeps the prompt's ids instead of the engine's, so that the same
-drift needn't be proven again. The two may differ in length. `Transcript.committed_tokens` is the
-length that the engine counts.
+Only the prompt's own ids are ever appended. The transcript then keeps them instead of the engine's,
+so that the same drift needn't be proven again; `Transcript.committed_tokens` is the length that the
+engine counts.
 
 # What the engine commits
 
-To *commit* a turn is to make its tokens part of the context. SGLang 0.5.23 does it as follows, in
-`Session`, `StreamingSession`, `update_finish_state`, `output_streamer.accept` and `release_req`:
+To *commit* a turn is to make its tokens part of the context. SGLang 0.5.23 does it in `Session`,
+`StreamingSession`, `update_finish_state`, `output_streamer.accept` and `release_req`:
 
 - A turn's context is the previous turn's whole prompt, context included, and the first
   `max_new_tokens` ids of the previous turn's answer.
-- A turn that finishes commits `output_ids[:finished_len]` as its answer. This ends after the stop
-  token or EOS, after the token that completed a stop string (which the text doesn't show), at
-  `max_new_tokens`, and before extra tokens of speculative decoding. The process that tokenizes
-  receives exactly these ids. With `max_new_tokens` 0 there are none.
-- A running or waiting turn that is aborted or refused commits nothing. The context stays that of
-  the previous turn. If there is none, the context stays empty.
-- A retraction puts a running turn back into the queue. It commits the turn's prompt and its partial
-  answer. If the turn then finishes, it commits as usual. If it is aborted after a retraction, the
-  context keeps an unknown part of its answer. So only a turn that was never retracted can be
-  aborted without effect.
+- A turn that finishes commits `output_ids[:finished_len]` as its answer, which the process that
+  tokenizes receives. It ends after the stop token or EOS, after the token that completed a stop
+  string (which the text doesn't show), at `max_new_tokens`, and before extra tokens of speculative
+  decoding. With `max_new_tokens` 0 there are none.
+- A running or waiting turn that is aborted or refused commits nothing.
+- A retraction puts a running turn back into the queue, and commits its prompt and its partial
+  answer. If the turn then finishes, it commits as usual. If it is aborted, the context keeps an
+  unknown part of its answer. So only a turn that was never retracted can be aborted without effect.
 - Appending removes one BOS from the start of the new tokens, if the session has a context.
 - A flush or a demotion of the session discards its KV, but not its context. Closing the session
   discards both.
@@ -65,20 +56,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# The maximum number of tokens that are compared as text. The comparison starts after the last
-# special token that prompt and transcript share, so it usually covers one answer. 16384 tokens take
-# about 20 ms. A longer difference is another history, not drift.
+# Compared as text, after the last special token that prompt and transcript share: usually one
+# answer. 16384 tokens take about 20 ms. A longer difference is another history, not drift.
 DRIFT_TOKENS_MAX = 16_384
-# The default bound on a prompt's tokens. No engine's pool has as many.
+# No engine's pool has as many.
 TOKENS_MAX = (1 << 32) - 1
 
 
 class Tokenizer(Protocol):
-    """A tokenizer that encodes and decodes without adding or dropping anything. `eligibility`
-    adapts the engine's tokenizer to this interface."""
+    """A tokenizer that encodes and decodes without adding or dropping anything."""
 
-    # The ids of the tokens at which the tokenizer splits every text before it encodes the parts
-    # between them. This module calls them the special tokens.
+    # The tokenizer splits every text at them before it encodes the parts between them: this
+    # module's special tokens.
     split_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -91,9 +80,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Trimmed:
-    """The first `shared_tokens` tokens of the prompt are the whole transcript. `new_ids` is to be
-    appended to the context, which has `committed_tokens` tokens.
-    """
+    """The prompt's first `shared_tokens` ids are the whole transcript. `new_ids` is the rest."""
 
     shared_tokens: int
     committed_tokens: int
@@ -102,9 +89,7 @@ class Trimmed:
 
 @dataclass(frozen=True)
 class Retokenized:
-    """The prompt starts with the transcript's text. Only the first `shared_tokens` ids are equal.
-    `new_ids` is to be appended to the context, which has `committed_tokens` tokens.
-    """
+    """The prompt starts with the transcript's text, in other ids after `shared_tokens`."""
 
     shared_tokens: int
     committed_tokens: int
@@ -113,9 +98,7 @@ class Retokenized:
 
 @dataclass(frozen=True)
 class Diverged:
-    """The first `shared_tokens` tokens equal the transcript's. After them the text differs, or the
-    prompt has no more tokens. The context has `committed_tokens` tokens.
-    """
+    """After the first `shared_tokens` tokens the text differs, or the prompt has no more tokens."""
 
     shared_tokens: int
     committed_tokens: int
@@ -123,9 +106,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class TooLong:
-    """The plan would be `Trimmed` or `Retokenized`, but the engine would count `prompt_tokens`
-    prompt tokens, which is over the limit.
-    """
+    """The engine would count `prompt_tokens` prompt tokens, which is over the limit."""
 
     shared_tokens: int
     committed_tokens: int
@@ -175,28 +156,22 @@ class Turn:
     """A turn that the engine runs."""
 
     def __init__(self, prompt: array, prompt_tokens: int):
-        # The full prompt as the client sent it.
         self.prompt = prompt
-        # The number of prompt tokens that the engine must count. If it counts another number, it
-        # ran the turn on another context.
+        # If the engine counts another number, it ran the turn on another context.
         self.prompt_tokens = prompt_tokens
 
 
 class Transcript:
     """The context of one session, as its clients' prompts write it. It keeps the arrays of the
-    prompts passed to it, so the caller must not change them afterwards.
-    """
+    prompts passed to it, so the caller must not change them afterwards."""
 
     def __init__(self) -> None:
-        # The token ids of the context. After drift, these are the ids of the client's prompt.
+        # After drift, these are the ids of the client's prompt.
         self._ids = array("q")
-        # The length of the context as the engine counts it.
         self._committed_tokens = 0
-        # Whether the context is unknown.
         self._is_unknown = False
         # What the KV depends on besides the tokens, such as the adapter. All turns have the same.
         self._cache_namespace: object = None
-        # The running turn, if there is one.
         self.turn: Turn | None = None
 
     def __len__(self) -> int:
@@ -216,8 +191,7 @@ class Transcript:
         tokens_max: int = TOKENS_MAX,
     ) -> Plan:
         """Compares a full prompt with the context. `cache_namespace` is what the prompt's KV
-        depends on besides its tokens. The engine may count at most `tokens_max` prompt tokens.
-        Without a tokenizer, a prompt with drift is planned as `Diverged`."""
+        depends on besides its tokens. Without a tokenizer, drift is `Diverged`."""
         if refusal := self._refusal(cache_namespace):
             return refusal
         plan = self._compare(prompt, tokenizer)
@@ -241,16 +215,16 @@ class Transcript:
         return Diverged(shared_tokens, self._committed_tokens)
 
     def begin(self, prompt: array, new_ids: array, cache_namespace: object = None) -> Turn:
-        """Starts a turn with this full prompt, of which the engine gets `new_ids`. The plan with
-        these ids must have been made since the last change of this transcript."""
+        """Starts a turn with this full prompt, of which the engine gets `new_ids`. Their plan must
+        have been made since the last change of this transcript."""
         assert self.turn is None, "a turn begins in a session that has one"
         self._cache_namespace = cache_namespace
         self.turn = Turn(prompt, self._committed_tokens + len(new_ids))
         return self.turn
 
     def append(self, ids: array, bos_id: int | None, cache_namespace: object = None) -> Turn | None:
-        """Starts a turn whose client sends only new ids. If the context is unknown, if another turn
-        runs, or if the cache namespace differs, returns None and makes the context unknown."""
+        """Starts a turn whose client sends only new ids. If the context is unknown, another turn
+        runs, or the cache namespace differs, returns None and makes the context unknown."""
         if self._refusal(cache_namespace):
             self.discard_context()
             return None
@@ -259,8 +233,8 @@ class Transcript:
         return self.begin(self._ids + ids, ids, cache_namespace)
 
     def commit(self, turn: Turn, outcome: Outcome) -> None:
-        """Applies the end of a turn. Does nothing if this is not the transcript's current turn,
-        because the session was opened again or its context was discarded since the turn began."""
+        """Applies the end of a turn, unless the session was opened again or its context was
+        discarded since the turn began."""
         if turn is not self.turn:
             return
         self.turn = None
@@ -304,8 +278,7 @@ class Transcript:
 
 def guard_bos(new_ids: array, committed_tokens: int, bos_id: int | None) -> array:
     """Returns the ids to send so that the engine appends all of `new_ids`. In a session with a
-    context, the engine removes one leading BOS (beginning-of-sequence token). So if `new_ids`
-    begins with a BOS, this function adds a second BOS."""
+    context, the engine removes one leading BOS (beginning-of-sequence token)."""
     if committed_tokens and len(new_ids) and new_ids[0] == bos_id:
         return array("q", [bos_id]) + new_ids
     return new_ids
@@ -326,11 +299,9 @@ def common_prefix_len(a: array, b: array) -> int:
 
 
 def _find_cut(ids: array, prompt: array, shared_tokens: int, tokenizer: Tokenizer) -> int | None:
-    """Finds the cut of a prompt with drift: the position after the part whose text is the text of
-    `ids`. Returns None if the texts can't be proven equal. The first `shared_tokens` ids must be
-    equal."""
+    """Finds the cut of a prompt with drift; None if the texts can't be proven equal. The first
+    `shared_tokens` ids must be equal."""
     earliest_start = len(ids) - DRIFT_TOKENS_MAX
-    # Start the comparison after the last special token in the shared ids.
     start = shared_tokens
     while start >= earliest_start and start > 0 and ids[start - 1] not in tokenizer.split_ids:
         start -= 1
@@ -363,8 +334,7 @@ def _find_cut(ids: array, prompt: array, shared_tokens: int, tokenizer: Tokenize
 
 
 def _next_special(ids: array, begin: int, tokenizer: Tokenizer) -> int:
-    """Returns the position of the first special token from `begin` on. If there is none, returns
-    the number of ids."""
+    """Returns the position of the first special token from `begin` on, or else the end."""
     for position in range(begin, len(ids)):
         if ids[position] in tokenizer.split_ids:
             return position

@@ -1,39 +1,32 @@
 """Trims prompts with a full history, so that the engine runs them as turns of streaming sessions.
 
-A *session* is a series of turns whose prompts share a growing prefix. A *turn* is one request with
-its answer. A streaming session of SGLang keeps its tokens and their KV, the *context*, and appends
-what each turn sends. But many clients send the full history with each turn. *Trimming* removes the
-part of the prompt that the session already has. It happens in the engine process that tokenizes:
-after the engine's own template and tokenizer, and before its scheduler.
+*Trimming* removes the part of a full prompt that the turn's session already has, in the engine
+process that tokenizes: after the engine's own template and tokenizer, before its scheduler.
 
-A request is trimmed only if it is *marked* with the header
-`x-override-berth-trim: <tokens_max> <session> [<rid>]`. `<session>` names an open streaming
-session. There the prompt may have at most `<tokens_max>` tokens, for which the agent has reserved
-room. `<rid>` is the agent's id of the turn. The mark is a header, because headers are the only
-thing that all of the engine's routes pass on. Clients can't forge it: router and agent remove all
-client headers that begin with `x-override-`.
+A request is trimmed only if it is *marked* with the header `x-override-berth-trim: <tokens_max>
+<session> [<rid>]`. `<session>` names an open streaming session. There the prompt may have at most
+`<tokens_max>` tokens, for which the agent has reserved room. `<rid>` is the agent's id of the turn.
+The mark is a header, because all of the engine's routes pass on nothing else. Clients can't forge
+it: router and agent remove all client headers that begin with `x-override-`.
 
-The body of `/v1/messages` has no place for a session's tag. So the agent sends the tag of such a
+The body of `/v1/messages` has no place for a session's tag, so the agent sends the tag of such a
 turn in the header `x-override-berth-tag`.
 
-For one HTTP request the engine may run several turns, one after the other: `/v1/responses` calls
-its built-in tools itself. The mark is for the first of them. The agent has reserved room for one
-turn, so the others run outside the session, and the agent learns of them by their plans.
+For one HTTP request the engine may run several turns: `/v1/responses` calls its built-in tools
+itself. The mark is for the first, for which the agent has reserved room. The others run outside the
+session, and the agent learns of them by their plans.
 
-A request without a mark runs unchanged. So does a request that can't be trimmed, except if it has
-the header `x-override-berth-must-continue`. Then it is refused unless its prompt continues the
-session, because other clients append to this session and rely on its history.
+A request that can't be trimmed runs unchanged. But with the header `x-override-berth-must-continue`
+it is refused unless its prompt continues the session, because other clients append to this session
+and rely on its history.
 
-`eligibility` decides which requests can be trimmed. `trim` compares a prompt with a context and
-makes a *plan* for the turn. `transcripts` keeps the contexts. This module connects them to the
-engine, and reports each plan to the agent before the engine gets the turn. If another session or
-more room could help the turn, the trimmer first asks the agent a *question*: where may this turn
-run? `__init__` creates the one `Trimmer` of an engine.
+If another session or more room could help a turn, the trimmer first asks the agent a *question*:
+where may this turn run?
 
-The trimmer raises an error into the engine in three cases only. It refuses a request that must
-continue its session and doesn't. It refuses new tokens for a session whose KV has another adapter,
-extra key or salt. And it breaks off an answer that the engine computed on another context than the
-client's. On its first internal error it stops trimming for good and reports why.
+The trimmer raises an error into the engine in three cases only: a request that must continue its
+session doesn't; new tokens are for a session whose KV has another adapter, extra key or salt; the
+engine computed an answer on another context than the client's. On its first internal error it stops
+trimming for good and reports why.
 """
 
 import asyncio
@@ -59,17 +52,15 @@ from .trim import (
 MARK_HEADER = b"x-override-berth-trim"
 MUST_CONTINUE_HEADER = b"x-override-berth-must-continue"
 TAG_HEADER = b"x-override-berth-tag"
-# The names of the attributes by which the trimmer attaches a request's mark, and later its running
-# turn, to the engine's request object.
+# On the engine's request object: a request's mark, and later its running turn.
 _MARK_ATTRIBUTE, _TURN_ATTRIBUTE = "berth_trim", "berth_turn"
-# The key in the scope of an HTTP request that shows that a turn of it has taken its mark.
+# In the scope of an HTTP request: a turn of it has taken its mark.
 _TAKEN_KEY = "berth_mark_taken"
-# The longest time that a turn waits for the agent's answer to a question. The agent opens a new
-# streaming session within milliseconds, so an agent that takes longer is in trouble.
+# The agent opens a streaming session within milliseconds: one that takes longer is in trouble.
 ANSWER_SECONDS_MAX = 2.0
-# The maximum number of plans that wait until the agent reads them. A plan has a few hundred bytes.
+# They wait until the agent reads them. A plan has a few hundred bytes.
 PLANS_MAX = 256
-# While the agent doesn't read, the trimmer tries to send the waiting plans at this interval.
+# How often to try to send waiting plans, while the agent doesn't read.
 FLUSH_SECONDS = 0.1
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
@@ -83,22 +74,20 @@ _log = logging.getLogger(__name__)
 class Mark(NamedTuple):
     """Where a turn may run: a request's mark, or the agent's answer to a question."""
 
-    # The maximum number of tokens of the whole prompt.
     tokens_max: int
-    # The session's name. It is empty if the request's header could not be read, or if the agent
-    # answered that the turn is to run unchanged.
+    # Empty if the header could not be read, or if the agent lets the turn run unchanged.
     session: str
     # The agent's id of the turn. Not every route uses it as the id of the request.
     rid: str = ""
-    # Whether to refuse the request if its prompt doesn't continue the session.
+    # Refuse the request if its prompt doesn't continue the session.
     must_continue: bool = False
-    # Whether an earlier turn of the same HTTP request has taken the mark.
+    # An earlier turn of the same HTTP request has taken the mark.
     is_taken: bool = False
 
 
 class NotContinued(ValueError):
-    """The prompt doesn't continue a session to which other clients append. The engine answers the
-    request with 400 and this error's text. The agent gives its client a more detailed answer."""
+    """The prompt doesn't continue a session to which other clients append. The engine answers with
+    400 and this text; the agent gives its client a more detailed answer."""
 
 
 class OtherKV(ValueError):
@@ -116,7 +105,6 @@ class _RunningTurn:
 
     session: str
     turn: Turn
-    # The engine's object for the state of the request.
     request_state: Any
 
 
@@ -124,32 +112,26 @@ class Trimmer:
     """The hooks in the engine process that tokenizes, and what they know of the sessions."""
 
     def __init__(self, instance: bytes, shim_version: str) -> None:
-        # A random number that identifies the engine process, and the shim's version.
         self._instance, self._shim_version = instance, shim_version
-        # Why nothing is trimmed; empty while the trimmer works. The initial reason is replaced when
-        # the engine's tokenizer is available.
+        # Empty while the trimmer works. Replaced when the engine's tokenizer is available.
         self._inert_reason = "it hasn't started"
         self._sglang_version = ""
         self._session_params: Any = None
         self._tokenizer: Tokenizer | None = None
         self._bos_id: int | None = None
         self._transcripts = Transcripts()
-        # The latest turn of each session, until the turn's end is committed.
         self._running_turns: dict[str, _RunningTurn] = {}
         self._link: Link | None = None
         self._connection_number = 0
-        # The encoded plans that wait for room in the socket.
+        # Encoded, until there is room in the socket.
         self._waiting_plans: deque[bytes] = deque(maxlen=PLANS_MAX)
         self._is_flush_scheduled = False
-        # By question number: the agent's answer, once it arrives.
         self._answers: dict[int, asyncio.Future[Mark]] = {}
-        # The number of the latest question. It starts at a random value, so that an answer to a
-        # question of another engine process matches no question of this process.
+        # Starts at random, so that no answer to another engine process's question matches.
         self._last_question = int.from_bytes(instance[:4], "little") << 32
 
     def install_hooks(self, sglang_version: str, off_reason: str) -> None:
-        """Installs the hooks. If this engine lacks what trimming needs (`off_reason`), installs
-        only the hooks that report why nothing is trimmed."""
+        """Installs the hooks: with `off_reason` only those that report why nothing is trimmed."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def after_init(_: None, manager: Any, *values: Any, **named: Any) -> None:
@@ -196,8 +178,7 @@ class Trimmer:
         self._inert_reason = ""
 
     def connect(self, paths: list[str], is_path_configured: bool) -> None:
-        """Starts to connect to the agent. `paths` are the places where the shim's socket may be,
-        and `is_path_configured` tells whether the operator set it."""
+        """Starts to connect to the agent. The shim's socket may be at each of `paths`."""
         paths = [path + ".trim" for path in paths]
         self._link = Link(paths, is_path_configured, self._hello())
         self._link.start()
@@ -233,15 +214,13 @@ class Trimmer:
         self._transcripts.close(body.session_id)
         return await original(manager, body, *a, **k)
 
-    # The hooks of a request, in the order in which the engine calls them: `_hook_generate` when the
-    # request arrives, `_hook_tokenize` (or `_hook_batch` for a batch) when it is tokenized, and
-    # `_hook_wait` when it is answered. `body` is the engine's object for the request, for example a
-    # `GenerateReqInput`.
+    # The hooks of a request, in the order in which the engine calls them. `body` is the engine's
+    # object for the request, for example a `GenerateReqInput`.
 
     def _hook_generate(
         self, original: Method, manager: Any, body: Any, request: Any = None, *a: Any, **k: Any
     ) -> Any:
-        # This parameter must be named `request`, because some callers in SGLang pass it by name.
+        # Must be named `request`: some callers in SGLang pass it by name.
         if request is not None and not self._inert_reason and hasattr(body, "session_params"):
             scope = getattr(request, "scope", {})
             headers = dict(scope.get("headers", ()))
@@ -277,7 +256,7 @@ class Trimmer:
 
     async def _tokenize_marked(self, original: Method, manager: Any, body: Any, mark: Mark) -> Any:
         """Tokenizes a marked request. If its plan allows that, makes it a turn of the session that
-        its mark names, or that the agent names in answer to a question."""
+        its mark, or the agent's answer, names."""
         tokenized = await original(manager, body)
         runs_in_session = False
         try:
@@ -297,7 +276,7 @@ class Trimmer:
                 runs_in_session = True
             elif tokenized.session_id not in self._transcripts:
                 # The session was closed meanwhile. With its id as a tag, this turn would begin the
-                # tag anew after the close, and nothing would end it.
+                # tag anew, and nothing would end it.
                 tokenized.session_id = None
         except Exception as error:
             self._fail("plan", error)
@@ -308,8 +287,8 @@ class Trimmer:
     async def _tokenize_appended(
         self, original: Method, manager: Any, body: Any, session: str
     ) -> Any:
-        """Tokenizes a turn whose client sends only the new tokens. The turn runs unchanged, and is
-        recorded in the session's transcript. But if the session has other KV, refuses the turn."""
+        """Tokenizes a turn whose client sends only the new tokens, unless the session has other KV.
+        The turn runs unchanged, and is recorded in the session's transcript."""
         tokenized = await original(manager, body)
         namespace, has_other_kv = cache_namespace(tokenized), False
         try:
@@ -362,8 +341,7 @@ class Trimmer:
             session, lambda transcript: transcript.begin(prompt, plan.new_ids, namespace)
         )
         self._record_turn(manager, body, session, turn)
-        # The assignments come last and can't fail, so a request is changed completely or not at
-        # all.
+        # These come last and can't fail, so a request is changed completely or not at all.
         tokenized.input_ids = sent_ids
         tokenized.session_params, tokenized.session_id = params, None
 
@@ -384,8 +362,8 @@ class Trimmer:
     async def _watch_answer(
         self, answer: AsyncIterator[Any], running_turn: _RunningTurn
     ) -> AsyncIterator[Any]:
-        """Passes on the items of a turn's answer. Checks each item before it yields the item. If an
-        answer isn't streamed, the engine asks for no item after the last one."""
+        """Passes on a turn's answer. Checks each item before it yields the item: if the answer
+        isn't streamed, the engine asks for no item after the last one."""
         try:
             async for item in answer:
                 self._check_answer(running_turn, item["meta_info"])
@@ -394,12 +372,11 @@ class Trimmer:
             await answer.aclose()
 
     def _check_answer(self, running_turn: _RunningTurn, meta_info: dict[str, Any]) -> None:
-        """Commits the turn if this item ends its answer. Raises a `ContextMismatch` if the engine
-        ran the turn on another context."""
+        """Commits the turn at its last item. Raises if it ran on another context."""
         try:
             finish = meta_info["finish_reason"]
             is_right_count = meta_info.get("prompt_tokens") == running_turn.turn.prompt_tokens
-            # The count of an aborted turn says nothing. The engine runs a request that it refuses
+            # The count of an aborted turn says nothing: the engine runs a request that it refuses
             # as a prompt of one token.
             if is_right_count or (finish and finish["type"] == "abort"):
                 if finish:
@@ -416,8 +393,7 @@ class Trimmer:
         )
 
     def _settle_last_turn(self, manager: Any, session: str) -> None:
-        """Commits the end of the session's latest turn if the hooks didn't see it, because the
-        client disconnected before."""
+        """Commits the latest turn's end if its client left before the hooks saw it."""
         running_turn = self._running_turns.get(session)
         if running_turn is None:
             return
@@ -444,7 +420,6 @@ class Trimmer:
         if self._link is None or not self._link.is_connected:
             return
         if self._connection_number != self._link.connection_number:
-            # Plans that waited for an earlier connection have no reader any more.
             self._connection_number = self._link.connection_number
             self._waiting_plans.clear()
         self._waiting_plans.append(wire.encode(planned))
@@ -466,8 +441,7 @@ class Trimmer:
             self._fail("flush", error)
 
     async def _ask_agent(self, planned: wire.Planned) -> tuple[Mark | None, str]:
-        """Asks the agent where to run the turn of this plan. Returns the agent's answer, or None
-        and the reason if the agent names no session."""
+        """Asks the agent where to run this plan's turn. Returns its answer, or None and why."""
         if self._link is None or not self._link.is_connected:
             return None, "no agent is connected"
         loop = asyncio.get_running_loop()
@@ -496,9 +470,8 @@ class Trimmer:
 def _allow_another_abort(manager: Any, rid: str) -> None:
     """Lets the engine send another abort of this request to its scheduler.
 
-    The engine sends only one abort of a request. An abort while the trimmer waited for the agent
-    reached the scheduler before the turn did, so it had no effect. The agent repeats its aborts
-    until the turn ends."""
+    The engine sends only one. An abort while the trimmer waited for the agent reached the scheduler
+    before the turn did, so it had no effect. The agent repeats its aborts until the turn ends."""
     state = manager.rid_to_state.get(rid)
     if getattr(state, "abort_sent", False):
         state.abort_sent = False
@@ -507,8 +480,7 @@ def _allow_another_abort(manager: Any, rid: str) -> None:
 def _read_outcome(running_turn: _RunningTurn, meta_info: dict[str, Any]) -> Outcome:
     """Returns how a turn ended, from the last item of the engine's answer."""
     if meta_info["finish_reason"]["type"] == "abort":
-        # A turn that was aborted in the queue has no `num_retractions`. It may have run and been
-        # retracted before.
+        # A turn that was aborted in the queue has no `num_retractions`: it may have been retracted.
         return RolledBack() if meta_info.get("num_retractions") == 0 else Lost()
     answer = running_turn.request_state.output_ids
     return Finished(answer) if len(answer) == meta_info["completion_tokens"] else Lost()
@@ -526,8 +498,7 @@ def _plan_message(
     plan: Plan, mark: Mark, rid: str, prompt_tokens: int = 0, why: str = ""
 ) -> wire.Planned:
     """Returns the message to the agent about a plan. `prompt_tokens` is the length of the whole
-    prompt, and `why` the reason why a question didn't help. If the plan says that the prompt is too
-    long, the message has the number of tokens that the engine would count, if that is larger."""
+    prompt (or a larger count of `TooLong`), and `why` the reason why a question didn't help."""
     kinds = {Trimmed: "trimmed", Retokenized: "retokenized", Diverged: "diverged"}
     reasons = [getattr(plan, "why", ""), why]
     if isinstance(plan, TooLong):

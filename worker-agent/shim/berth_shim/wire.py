@@ -1,9 +1,8 @@
 """Encodes the shim's messages to the agent, and decodes the agent's commands. Pure, no I/O.
 
-This is the shim's end of the protocol that `worker-agent/src/shim/codec.rs` describes. That module
-has the form of a frame and the table of the messages, and names the Rust types that explain the
-fields. The classes here have the same names as the messages there, and the same fields in the same
-order. `sampler` and `trimmer` make and use the messages, and `link` sends and receives the frames.
+The shim's end of the protocol that `worker-agent/src/shim/codec.rs` describes, with the form of a
+frame. The classes here have the same names as the messages there, and the same fields in the same
+order.
 """
 
 import operator
@@ -14,23 +13,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 VERSION = 7
-# The maximum of a frame's length field. The largest update has 256 events, 512 ids of sessions that
-# are gone and 512 changed sessions, with names of 512 bytes. That is 0.8 MiB.
+# The largest update has 256 events, 512 ids of sessions that are gone and 512 changed sessions,
+# with names of 512 bytes. That is 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
-# The maximum number of events in an update.
 EVENTS_MAX = 256
-# The maximum length of an update's list of sessions that are gone, and of changed sessions.
+# Of those that are gone, and of changed ones, in an update.
 SESSIONS_MAX = 512
-# The maximum bytes of a session's name. Sessions with longer names count in the sums, but are not
-# listed. The names of Berth's sessions have at most 172 bytes, whatever ids clients choose. The
-# agent's build checks that its names fit.
+# Sessions with longer names count in the sums, but are not listed. The names of Berth's sessions
+# have at most 172 bytes, whatever ids clients choose; the agent's build checks that.
 NAME_BYTES_MAX = 512
-# The maximum number of names in an audit. This many names of NAME_BYTES_MAX bytes leave half a
-# frame for the report.
+# This many names of NAME_BYTES_MAX bytes leave half a frame for the report.
 AUDIT_NAMES_MAX = 1000
 AUDIT_BYTES_MAX = FRAME_BYTES_MAX // 2
 
-# The head of a frame: its length, and its version.
+# Length and version.
 _FRAME_HEAD = struct.Struct("<IB")
 
 
@@ -47,13 +43,12 @@ class _Message(_Struct, tag=True):
 
 
 class _Texts:
-    """A part with texts of clients, or of errors. Cuts its texts to NAME_BYTES_MAX bytes, and
-    replaces what UTF-8 can't encode."""
+    """A part with texts of clients, or of errors, cut to NAME_BYTES_MAX bytes of valid UTF-8."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             if isinstance(text := getattr(self, name), str):
-                # Bytes of a character that was cut are dropped, so the rest is valid UTF-8.
+                # Drops the bytes of a character that was cut.
                 cut = text.encode(errors="replace")[:NAME_BYTES_MAX].decode(errors="ignore")
                 msgspec.structs.force_setattr(self, name, cut)
 

@@ -20,7 +20,6 @@ pub struct AnnounceRight {
     addresses: Vec<AddressRule>,
 }
 
-/// The form of the right in a key file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Form {
@@ -28,7 +27,6 @@ struct Form {
     addresses: Vec<String>,
 }
 
-/// The addresses that one text of the right allows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct AddressRule {
     hosts: Hosts,
@@ -38,9 +36,7 @@ struct AddressRule {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Hosts {
-    /// The addresses that share the first bits with this one.
     Network { ip: IpAddr, prefix_bits: u32 },
-    /// The names that a pattern matches.
     Names(String),
 }
 
@@ -61,14 +57,12 @@ impl TryFrom<Form> for AnnounceRight {
 }
 
 impl AnnounceRight {
-    /// Whether the key may announce any agent.
     #[must_use]
     pub fn is_some(&self) -> bool {
         !self.agents.is_empty()
     }
 
-    /// Whether the key may announce this agent at this host and port. An IPv6 host may be in
-    /// brackets.
+    /// An IPv6 host may be in brackets.
     #[must_use]
     pub fn allows(&self, agent_id: &str, host: &str, port: u16) -> bool {
         self.agents.iter().any(|pattern| matches_pattern(pattern, agent_id))
@@ -126,7 +120,6 @@ fn parse_ip(host: &str) -> Option<IpAddr> {
     host.trim_start_matches('[').trim_end_matches(']').parse().ok()
 }
 
-/// Returns the family of an address and its first bits.
 fn leading_bits(ip: IpAddr, count: u32) -> (bool, u128) {
     match ip {
         IpAddr::V4(ip) => {
@@ -138,7 +131,6 @@ fn leading_bits(ip: IpAddr, count: u32) -> (bool, u128) {
     }
 }
 
-/// Whether a text matches a pattern in which `*` stands for any characters.
 fn matches_pattern(pattern: &str, text: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == text };
     let Some(text) = text.strip_prefix(head) else { return false };

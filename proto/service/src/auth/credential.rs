@@ -1,18 +1,14 @@
 //! Finds the credential of a request in its headers.
 //!
-//! A credential is a bearer token in `authorization`, or the value of `x-api-key`. Both headers
-//! mean the same, so one key works with clients of either API. This module doesn't know which
-//! credentials are valid.
+//! A bearer token in `authorization` and the value of `x-api-key` mean the same, so one key works
+//! with clients of either API.
 
 use http::{HeaderMap, HeaderName, header};
 
-/// The header in which clients of Anthropic's API send their key.
 const API_KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
 
-/// Why the credential of a request can't be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// `authorization` has another scheme than `Bearer`.
     #[error("the authorization header has another scheme than Bearer")]
     Scheme,
     /// The headers have two credentials that differ, so the sender isn't known.
@@ -20,10 +16,6 @@ pub enum Error {
     Ambiguous,
 }
 
-/// Returns the credential of a request, or `None` if the request has none.
-///
-/// # Errors
-/// When `authorization` isn't a bearer token, or the request has two different credentials.
 pub fn find(headers: &HeaderMap) -> Result<Option<&[u8]>, Error> {
     let mut found: Option<&[u8]> = None;
     let bearers = headers.get_all(header::AUTHORIZATION).iter().map(|value| {

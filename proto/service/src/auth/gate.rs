@@ -1,10 +1,8 @@
 //! Decides which requests an admin port lets pass.
 //!
-//! `/healthz` and `/readyz` need no credential, because supervisors and load balancers ask them.
-//! The files of the dashboard need none, because they hold no figures. `/metrics` and `/config`
-//! need a scrape key or an admin key. Everything else needs an admin key, so that a new route is
-//! guarded unless somebody opens it here. Without a key file, a port that only this host can reach
-//! is open, and any other port shows only what needs no credential.
+//! Whatever isn't named here needs an admin key, so that a new route is guarded. Without a key
+//! file, a port that only this host can reach is open, and any other shows only what needs no
+//! credential.
 
 use std::net::IpAddr;
 
@@ -13,12 +11,10 @@ use http::{HeaderMap, Method};
 use super::{MetricsAuth, admin_only_refusal, credential, keys::KeySet, unauthorized_refusal};
 use crate::{refusal::Refusal, reload::Reloaded};
 
-/// The guard of one admin port.
 #[derive(Debug, Clone)]
 pub struct Gate {
     keys: Option<Reloaded<KeySet>>,
     metrics_auth: MetricsAuth,
-    /// Whether only processes of this host reach the port.
     is_local: bool,
 }
 
@@ -39,7 +35,6 @@ impl GatePass {
     }
 }
 
-/// The right that a request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
     Nothing,
@@ -48,7 +43,6 @@ enum Need {
 }
 
 impl Gate {
-    /// Makes the guard of a port that is bound to `address`.
     #[must_use]
     pub fn new(keys: Option<Reloaded<KeySet>>, metrics_auth: MetricsAuth, address: IpAddr) -> Self {
         Self { keys, metrics_auth, is_local: is_local(address) }
@@ -60,10 +54,6 @@ impl Gate {
         self.keys.is_none() && self.is_local
     }
 
-    /// Checks a request to the admin port.
-    ///
-    /// # Errors
-    /// The refusal, if the request lacks a credential or a right.
     pub fn check(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<(), Refusal> {
         let need = self.need(method, path);
         if need == Need::Nothing {
@@ -89,10 +79,7 @@ impl Gate {
         }
     }
 
-    /// Checks a request to the admin port, and returns by what a long answer asks again.
-    ///
-    /// # Errors
-    /// The refusal, if the request lacks a credential or a right.
+    /// Checks a request as [`Self::check`], and returns by what a long answer asks again.
     pub fn let_pass(
         &self,
         method: &Method,
@@ -107,6 +94,7 @@ impl Gate {
     fn need(&self, method: &Method, path: &str) -> Need {
         match path {
             _ if !matches!(*method, Method::GET | Method::HEAD) => Need::Admin,
+            // Supervisors and load balancers send no credential.
             "/healthz" | "/readyz" => Need::Nothing,
             // The files of a page. They are in the program and say nothing of the fleet. A browser
             // can send no key with the request for a page; the page's own requests need one.
@@ -119,7 +107,6 @@ impl Gate {
     }
 }
 
-/// Whether only processes of this host reach a port that is bound to `address`.
 #[must_use]
 pub fn is_local(address: IpAddr) -> bool {
     address.to_canonical().is_loopback()

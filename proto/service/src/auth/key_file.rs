@@ -5,7 +5,6 @@ use std::path::Path;
 use super::keys::{self, KeySet};
 use crate::reload::Source;
 
-/// Describes the keys in a file, which are read again when the file changes.
 #[must_use]
 pub fn source(path: &Path) -> Source<KeySet> {
     let shown = path.display().to_string();

@@ -1,11 +1,8 @@
 //! Holds the keys of a key file, and finds the key that a credential is.
 //!
-//! A key file is TOML with one `[[key]]` for each digest: the key's name, the SHA-256 of its
-//! secret, and optional rights and limits. Several digests may share a name, so that a secret can
-//! be replaced while both secrets work. The name is the principal of the key's user, so sessions
-//! stay with their owner when the secret changes.
-//!
-//! This module is pure. `key_file` reads the file.
+//! Several digests may share a name, so that a secret can be replaced while both secrets work. The
+//! name is the principal of the key's user, so sessions stay with their owner when the secret
+//! changes. Pure.
 
 use std::{collections::BTreeMap, fmt, num::NonZeroU32, sync::Arc};
 
@@ -18,7 +15,6 @@ use super::announce::AnnounceRight;
 /// The most digests in one key file. Each request compares its credential with all of them, which
 /// takes about 50 µs for this many. Larger fleets of users have an identity provider.
 pub const DIGESTS_MAX: usize = 1024;
-/// The longest name of a key, in bytes.
 pub const NAME_BYTES_MAX: usize = 64;
 
 /// A priority class. Under overload, turns of lower classes are refused first.
@@ -29,14 +25,12 @@ pub const NAME_BYTES_MAX: usize = 64;
 pub enum PriorityClass {
     /// Work that can wait, such as batches.
     Low,
-    /// Any other work.
     #[default]
     Normal,
     /// Work on which somebody waits.
     High,
 }
 
-/// The priority classes of a key's turns.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KeyPriority {
@@ -50,58 +44,44 @@ pub struct KeyPriority {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KeyLimits {
-    /// Most requests per minute.
     pub requests_per_minute: Option<NonZeroU32>,
     /// Most tokens per minute, of prompts and answers together.
     pub tokens_per_minute: Option<NonZeroU32>,
-    /// Most turns at once.
     pub turns_in_flight_max: Option<NonZeroU32>,
-    /// Most open sessions.
     pub sessions_max: Option<NonZeroU32>,
-    /// The priority classes.
     pub priority: KeyPriority,
 }
 
-/// One key: its user's name, rights and limits.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Key {
     /// The name, which is the principal of the key's user.
     pub name: Arc<str>,
-    /// Whether the key may use the admin routes.
     pub is_admin: bool,
     /// Whether the key is for monitoring: it may read `/metrics` and `/config`, and nothing else.
     pub is_scrape: bool,
-    /// The limits of the key's user.
     pub limits: Arc<KeyLimits>,
-    /// The agents that the key may announce to a router.
     pub announce: Arc<AnnounceRight>,
 }
 
-/// The keys of one key file.
 #[derive(Default, PartialEq, Eq)]
 pub struct KeySet {
     /// Each digest with its key. Digests of one name share their key.
     digests: Vec<([u8; 32], Arc<Key>)>,
 }
 
-/// Why a key file is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The file isn't TOML of the expected form. The text has no line of the file, because a line
-    /// may hold a secret.
+    /// The text has no line of the file, because a line may hold a secret.
     #[error("line {line}: {message}")]
     Form {
         /// The number of the line, from 1.
         line: usize,
-        /// What is wrong there.
         message: String,
     },
-    /// Keys that can't be used, or that contradict each other.
     #[error("{}", .0.join("; "))]
     Keys(Vec<String>),
 }
 
-/// The form of a key file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -125,7 +105,6 @@ struct FileEntry {
 }
 
 impl KeyPriority {
-    /// Returns the highest class that a turn may ask for.
     #[must_use]
     pub fn bound(&self) -> PriorityClass {
         self.bound.unwrap_or(self.class)
@@ -133,17 +112,13 @@ impl KeyPriority {
 }
 
 impl KeySet {
-    /// Reads the text of a key file.
-    ///
-    /// # Errors
-    /// When the text isn't a key file, or has no usable key: an empty file is a mistake, and would
-    /// lock everybody out.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let file: File = toml::from_str(text).map_err(|error| {
             let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
             Error::Form { line: before.matches('\n').count() + 1, message: form_message(&error) }
         })?;
         let mut problems = vec![];
+        // An empty file is a mistake, and would lock everybody out.
         if file.key.is_empty() {
             problems.push("the file has no [[key]]; add one for each client".to_owned());
         }
@@ -161,8 +136,7 @@ impl KeySet {
         if problems.is_empty() { Ok(set) } else { Err(Error::Keys(problems)) }
     }
 
-    /// Returns the key that the credential is. The time taken doesn't depend on which key it is,
-    /// nor on how much of a digest is equal.
+    /// The time taken doesn't depend on which key it is, nor on how much of a digest is equal.
     #[must_use]
     pub fn find(&self, credential: &[u8]) -> Option<&Arc<Key>> {
         let digest: [u8; 32] = Sha256::digest(credential).into();
@@ -175,13 +149,11 @@ impl KeySet {
         self.digests.get(index).map(|(_, key)| key)
     }
 
-    /// Returns the number of digests.
     #[must_use]
     pub fn len(&self) -> usize {
         self.digests.len()
     }
 
-    /// Whether there are no keys.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.digests.is_empty()
@@ -205,8 +177,7 @@ fn form_message(error: &toml::de::Error) -> String {
     message.to_owned()
 }
 
-/// Adds an entry of the file. An error says what is wrong with it, without its digest: a user may
-/// have written the secret there.
+/// The error doesn't have the digest: a user may have written the secret there.
 fn add(
     entry: FileEntry,
     keys: &mut BTreeMap<String, Arc<Key>>,
@@ -250,7 +221,6 @@ fn add(
     Ok(())
 }
 
-/// Returns the value of a hex digit.
 fn nibble(digit: u8) -> Option<u8> {
     match digit {
         b'0'..=b'9' => Some(digit - b'0'),
@@ -260,7 +230,6 @@ fn nibble(digit: u8) -> Option<u8> {
     }
 }
 
-/// Reads 64 hex digits.
 fn parse_digest(text: &str) -> Option<[u8; 32]> {
     let mut digest = [0; 32];
     if text.len() != 64 {

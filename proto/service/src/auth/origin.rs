@@ -27,11 +27,8 @@ pub struct Allowed {
 }
 
 /// Checks that no page but the port's own, or one that is allowed, has sent a request.
-/// `needs_own_name`: whether only names may reach the port that no attacker can choose, because
-/// neither keys nor a network protect it.
-///
-/// # Errors
-/// Why the request isn't served, if it names another origin, or a host by a foreign name.
+/// `needs_own_name`: only names that no attacker can choose may reach the port, because neither
+/// keys nor a network protect it. The error says why the request isn't served.
 pub fn check(
     headers: &HeaderMap,
     needs_own_name: bool,
@@ -53,18 +50,14 @@ pub fn check(
     Err("a page of another origin can't use this port")
 }
 
-/// Whether a browser has sent a request to a port of its own host, and names no page that has sent
-/// it: for a link or a picture, say.
+/// Whether a browser asks a port of its own host and names no page: for a link or a picture, say.
 #[must_use]
 pub fn is_of_unknown_page(headers: &HeaderMap) -> bool {
     headers.contains_key(SEC_FETCH_SITE) && !headers.contains_key(header::ORIGIN)
 }
 
-/// Checks that no browser has sent a request to a port that is for other programs of its host
-/// alone. `hosts`: by which names, besides those of the host, they may call it.
-///
-/// # Errors
-/// Why the request isn't served.
+/// For a port that is for other programs of its host alone. `hosts` are names by which they may
+/// call it, besides those of the host. The error says why not.
 pub fn check_no_browser(headers: &HeaderMap, hosts: &[String]) -> Result<(), &'static str> {
     let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
     // No attacker can have a name without a dot, such as a host's own in its network.
@@ -78,8 +71,7 @@ pub fn check_no_browser(headers: &HeaderMap, hosts: &[String]) -> Result<(), &'s
     Ok(())
 }
 
-/// Whether the value of a `Host` header is an IP address, a name of the host itself, or an allowed
-/// one.
+/// Whether `host` is an IP address, a name of the host itself, or an allowed one.
 fn is_own_name(host: &[u8], allowed: &[String]) -> bool {
     let Ok(authority) = str::from_utf8(host).unwrap_or_default().parse::<http::uri::Authority>()
     else {

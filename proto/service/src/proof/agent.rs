@@ -27,17 +27,12 @@ pub struct AgentProofs {
 }
 
 impl AgentProofs {
-    /// Creates the proofs of a process that has taken none.
     #[must_use]
     pub fn new(agent_id: String, tokens: Reloaded<Tokens>) -> Self {
         let (process, hellos, windows) = (random(), AtomicU64::new(0), Mutex::default());
         Self { agent_id, tokens, process, hellos, windows }
     }
 
-    /// Proves to the sender of a hello that this agent holds the token.
-    ///
-    /// # Errors
-    /// If the hello can't be read, or names another token.
     pub fn answer(&self, hello: &ProveRequest) -> Result<ProveResponse, Error> {
         if hello.nonce.len() != NONCE_BYTES {
             return Err(Error::Malformed);
@@ -50,28 +45,19 @@ impl AgentProofs {
         Ok(ProveResponse { agent_id: self.agent_id.clone(), challenge, mac: mac.to_vec() })
     }
 
-    /// Answers the hello in a request's headers, with the value of a header.
-    ///
-    /// # Errors
-    /// If there is none, if it can't be read, or if it names another token.
     pub fn answer_headers(&self, headers: &HeaderMap) -> Result<HeaderValue, Error> {
         let hello = decode(headers.get(proof::HELLO).ok_or(Error::Missing)?)?;
         let hello = ProveRequest::decode(&hello[..]).map_err(|_| Error::Malformed)?;
         Ok(encode(&self.answer(&hello)?.encode_to_vec()))
     }
 
-    /// Returns the proof of this agent's announcement, that its control port is at the URL
-    /// `control`: the value of the header [`AGENT`](proof::AGENT).
+    /// `control` is the URL of the control port. For the header [`AGENT`](proof::AGENT).
     #[must_use]
     pub fn sign_announcement(&self, control: &str) -> HeaderValue {
         announcement::sign(&self.tokens.load(), &self.agent_id, control)
     }
 
-    /// Checks that a request or call comes from a router: that it is signed, or has the token in
-    /// clear, as routers of earlier versions send it.
-    ///
-    /// # Errors
-    /// Why it doesn't.
+    /// Takes a signature, or the token in clear, as routers of earlier versions send it.
     pub fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
         let tokens = self.tokens.load();
         let Some(value) = headers.get(proof::REQUEST) else {

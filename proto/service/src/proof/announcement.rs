@@ -9,18 +9,13 @@ use proto::proof;
 use super::{Error, MAC_BYTES, decode, encode};
 use crate::router_token::{Mac, Token, Tokens};
 
-/// Returns the proof of the agent `agent_id`, which announces the URL `control` of its control
-/// port: the value of the header [`AGENT`](proof::AGENT).
+/// `control` is the URL of the control port. For the header [`AGENT`](proof::AGENT).
 #[must_use]
 pub fn sign(tokens: &Tokens, agent_id: &str, control: &str) -> HeaderValue {
     let token = tokens.first();
     encode(&[&token.id()[..], &mac(token, agent_id, control).finish()].concat())
 }
 
-/// Checks the proof in the headers of an announcement.
-///
-/// # Errors
-/// Why the agent isn't one of the fleet.
 pub fn check(
     tokens: &Tokens,
     agent_id: &str,

@@ -41,7 +41,6 @@ pub struct ProvenConnector {
 }
 
 impl ProvenConnector {
-    /// Creates a connector. `connect_max` is the time limit of a hello.
     #[must_use]
     pub fn new(
         connector: Connector,
@@ -73,14 +72,12 @@ impl Service<Uri> for ProvenConnector {
     }
 }
 
-/// Whether an agent took no connection because its port is full or it stops. That says nothing
-/// against it.
+/// Whether an agent's port is full or it stops: that says nothing against it.
 #[must_use]
 pub fn is_busy(error: &(dyn std::error::Error + 'static)) -> bool {
     descriptors::system_error(error).map(io::Error::kind) == Some(io::ErrorKind::ResourceBusy)
 }
 
-/// Has the agent at the other end prove itself, and returns the connection for requests.
 async fn say_hello(stream: Stream, host: &str, tokens: Arc<Tokens>) -> Result<Stream, BoxError> {
     let hello = Hello::new(tokens);
     let request = Request::get(proof::PATH)

@@ -28,17 +28,14 @@ use super::{
 };
 use crate::{reload::Reloaded, router_token::Tokens};
 
-/// The client of a control port, whose calls are signed.
 pub type AgentClient = WorkerAgentClient<SignedChannel>;
 
-/// A hello that is not answered yet.
 #[derive(Debug)]
 pub struct Hello {
     nonce: [u8; NONCE_BYTES],
     tokens: Arc<Tokens>,
 }
 
-/// What an agent has said of itself, with proof.
 #[derive(Debug, PartialEq, Eq)]
 struct ProvenAgent {
     agent_id: String,
@@ -56,13 +53,11 @@ pub struct Signer {
 }
 
 impl Hello {
-    /// Creates a hello to an agent that holds the first of these tokens.
     #[must_use]
     pub fn new(tokens: Arc<Tokens>) -> Self {
         Self { nonce: random(), tokens }
     }
 
-    /// Returns the message to the agent.
     #[must_use]
     pub fn message(&self) -> ProveRequest {
         let token_id = self.tokens.first().id().to_vec();
@@ -81,10 +76,6 @@ impl Hello {
         ProveResponse::decode(&bytes[..]).map_err(|_| Error::Malformed)
     }
 
-    /// Checks an agent's answer.
-    ///
-    /// # Errors
-    /// If the agent doesn't hold the token.
     fn check(&self, answer: ProveResponse) -> Result<ProvenAgent, Error> {
         let ProveResponse { agent_id, challenge, mac } = answer;
         if !hello_mac(self.tokens.first(), &agent_id, &self.nonce, &challenge).is(&mac) {
@@ -94,40 +85,29 @@ impl Hello {
         Ok(ProvenAgent { agent_id, challenge })
     }
 
-    /// Checks the answer in a response's headers.
-    ///
-    /// # Errors
-    /// If the agent doesn't hold the token.
     pub fn check_headers(&self, headers: &HeaderMap) -> Result<(), Error> {
         self.check(Self::read_answer(headers)?).map(drop)
     }
 }
 
 impl Signer {
-    /// Creates the signer for an agent that has proven nothing yet.
     #[must_use]
     pub fn new(tokens: Reloaded<Tokens>) -> Self {
         let (name, next_number) = (random(), AtomicU64::new(0));
         Self { tokens, name, next_number, agent: ArcSwapOption::empty() }
     }
 
-    /// Creates a hello to the agent.
     #[must_use]
     pub fn hello(&self) -> Hello {
         Hello::new(self.tokens.load())
     }
 
-    /// Takes the answer to a hello on the control port.
-    ///
-    /// # Errors
-    /// If the agent doesn't hold the token.
     pub fn accept(&self, hello: &Hello, answer: ProveResponse) -> Result<(), Error> {
         self.store(hello.check(answer)?);
         Ok(())
     }
 
-    /// Keeps what an agent has proven, unless a newer answer of the same process is known: those of
-    /// two connections may come in any order.
+    /// A newer answer of the same process stays: those of two connections may come in any order.
     fn store(&self, answer: ProvenAgent) {
         let answer = Arc::new(answer);
         self.agent.rcu(|known| {
@@ -146,18 +126,14 @@ impl Signer {
         });
     }
 
-    /// Returns the challenge by which requests are signed now; `None` before the agent has proven
-    /// itself.
+    /// `None` before the agent has proven itself.
     #[must_use]
     pub fn challenge(&self) -> Option<[u8; CHALLENGE_BYTES]> {
         self.agent.load().as_ref().map(|agent| agent.challenge)
     }
 
-    /// Takes the answer to a hello on the data port, which may come from a new process of the
-    /// agent.
-    ///
-    /// # Errors
-    /// If what answers isn't the agent that has proven itself on the control port.
+    /// Takes the answer to a hello on the data port, maybe of a new process of the agent. Fails if
+    /// that isn't the agent that has proven itself on the control port.
     pub fn accept_again(&self, hello: &Hello, headers: &HeaderMap) -> Result<(), Error> {
         let answer = hello.check(Hello::read_answer(headers)?)?;
         let known = self.agent.load();
@@ -168,8 +144,7 @@ impl Signer {
         Ok(())
     }
 
-    /// Signs a request. Does nothing until the agent has proven itself; the agent refuses the
-    /// request then.
+    /// Does nothing until the agent has proven itself; the agent refuses the request then.
     pub fn sign(&self, method: &Method, uri: &Uri, headers: &mut HeaderMap) {
         let agent = self.agent.load();
         let Some(ProvenAgent { agent_id, challenge }) = agent.as_deref() else { return };
@@ -191,11 +166,7 @@ pub struct SignedChannel {
 }
 
 impl SignedChannel {
-    /// Returns the client of the control port at the other end of `channel`. If there is a signer,
-    /// the agent has proven itself, and its id is returned too.
-    ///
-    /// # Errors
-    /// If the agent can't be asked, or doesn't hold the token.
+    /// With a signer, the agent has proven itself, and its id is returned too.
     pub async fn proven_client(
         channel: Channel,
         signer: Option<Arc<Signer>>,
@@ -216,7 +187,6 @@ impl SignedChannel {
     }
 }
 
-/// Returns what an operator reads when an agent doesn't answer a hello.
 fn unproven(status: &Status) -> Status {
     match status.code() {
         Code::Unimplemented => {

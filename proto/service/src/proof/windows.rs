@@ -1,10 +1,9 @@
 //! Remembers which numbers the routers' requests had, so that an agent takes no proof twice. Pure.
 //!
-//! The requests of one router reach an agent out of order: each may wait for a connection. So of
-//! each router the highest number is kept, and which of the [`NUMBERS`] before it were seen; older
-//! ones are refused. If there are too many routers, the one that was silent for longest is
-//! forgotten, and with it every router that said hello no later and is unknown: it must say hello
-//! again. Only proofs that are not forged get here.
+//! The requests of one router reach an agent out of order: each may wait for a connection. If there
+//! are too many routers, the one that was silent for longest is forgotten, and with it every
+//! unknown router that said hello no later: it must say hello again. Only proofs that are not
+//! forged get here.
 
 use std::collections::HashMap;
 
@@ -18,7 +17,6 @@ const ROUTERS_MAX: usize = 256;
 
 const WORD_BITS: u64 = u64::BITS as u64;
 
-/// The numbers that were seen of one router.
 #[derive(Debug)]
 struct Window {
     /// The lowest number of a hello whose challenge counts. What has an earlier one was signed
@@ -33,7 +31,6 @@ struct Window {
     heard_at: u64,
 }
 
-/// The numbers that were seen of all routers.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     routers: HashMap<[u8; ROUTER_BYTES], Window>,
@@ -49,14 +46,12 @@ impl Window {
         Self { first_hello, last_hello: first_hello, highest: number, seen, heard_at: 0 }
     }
 
-    /// Returns the word and the bit of a number.
     fn bit(&mut self, number: u64) -> (&mut u64, u64) {
         let index = number % NUMBERS;
         let word = usize::try_from(index / WORD_BITS).expect("some hundred");
         (&mut self.seen[word], 1 << (index % WORD_BITS))
     }
 
-    /// Takes a number.
     fn take(&mut self, number: u64) -> Result<(), Error> {
         if self.highest.saturating_sub(number) >= NUMBERS {
             return Err(Error::Outdated);
@@ -84,8 +79,7 @@ impl Window {
 }
 
 impl Windows {
-    /// Takes the number of a request of a router, which answers the challenge of the hello with
-    /// the number `hello`.
+    /// `hello` is the number of the hello whose challenge the request answers.
     pub(super) fn take(
         &mut self,
         router: [u8; ROUTER_BYTES],
@@ -118,7 +112,6 @@ impl Windows {
         taken
     }
 
-    /// Forgets the router that was silent for longest.
     fn forget_one(&mut self) {
         let oldest = self.routers.iter().min_by_key(|(_, window)| window.heard_at);
         let Some((router, hello)) = oldest.map(|(router, window)| (*router, window.last_hello))

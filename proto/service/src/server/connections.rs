@@ -1,11 +1,9 @@
 //! Decides which connections of a port stay open, and which one is closed to make room. Pure.
 //!
-//! The server in the parent module asks a [`ConnectionTable`] about each new connection. The table
-//! has a fixed number of *places*, and limits the places that one peer (an address of clients) has.
-//! A connection is *idle* while it has no complete request header and no unfinished answer. If a
-//! new connection finds no place, it takes that of the connection that has been idle for longest,
-//! which goes to a *reserve* place, from where the longest idle one is closed. If no connection is
-//! idle, the new one gets a reserve place itself.
+//! A table has a fixed number of *places*, and limits those of one peer. A connection is *idle*
+//! while it has no complete request header and no unfinished answer. A new connection without a
+//! place takes that of the longest idle one, which goes to a *reserve* place, from where the
+//! longest idle one is closed. If none is idle, the new one gets a reserve place itself.
 //!
 //! A request counts for more than an idle connection: if its own has no usual place any more, it
 //! takes one as a new connection would. While there is none, the server answers health checks in
@@ -17,12 +15,10 @@ use std::{
     time::Instant,
 };
 
-/// The number of reserve places of a port. Each is taken for milliseconds, or until the next
-/// connection needs the place.
+/// Each is taken for milliseconds, or until the next connection needs the place.
 pub(super) const RESERVE_PLACES: usize = 16;
 
-/// The address range of one client or proxy: an IPv4 address, or an IPv6 network of 64 bits, which
-/// is the smallest network that one host usually gets.
+/// An IPv4 address, or an IPv6 network of 64 bits, the smallest that one host usually gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Peer(IpAddr);
 
@@ -38,7 +34,6 @@ impl From<IpAddr> for Peer {
     }
 }
 
-/// What a connection may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
     /// Any request.
@@ -50,7 +45,6 @@ pub(super) enum Place {
 /// A connection in the table, by the order in which connections were opened.
 pub(super) type ConnectionId = u64;
 
-/// A connection that the table has accepted.
 #[derive(Debug)]
 pub(super) struct Opened<H> {
     pub(super) id: ConnectionId,
@@ -58,7 +52,6 @@ pub(super) struct Opened<H> {
     pub(super) evicted: Option<H>,
 }
 
-/// What a request finds.
 #[derive(Debug)]
 pub(super) struct Begun<H> {
     /// The place of its connection. `None`: it was closed to make room.
@@ -73,7 +66,6 @@ pub(super) struct ConnectionTable<H> {
     places_max: usize,
     per_peer_max: usize,
     connections: HashMap<ConnectionId, Connection<H>>,
-    /// Number of connections that have a usual place.
     usual_count: usize,
     /// Number of usual places that each peer has. No peer has 0.
     peer_counts: HashMap<Peer, usize>,
@@ -83,19 +75,15 @@ pub(super) struct ConnectionTable<H> {
     idle_by_peer: BTreeSet<(Peer, IdleOrder)>,
     /// Idle connections with a reserve place, longest idle first.
     idle_in_reserve: BTreeMap<IdleOrder, ConnectionId>,
-    /// The last number given to a connection or to the begin of an idle time.
     last_number: u64,
 }
 
 /// Numbers the begins of idle times. A smaller number is an earlier begin.
 type IdleOrder = u64;
 
-/// A usual place for a connection.
 #[derive(Debug, Clone, Copy)]
 enum Room {
-    /// One that no connection has.
     Free,
-    /// That of an idle connection, which gives way.
     Of(ConnectionId),
 }
 
@@ -108,7 +96,6 @@ struct Connection<H> {
     idle_since: Option<Idle>,
 }
 
-/// The begin of an idle time.
 #[derive(Debug, Clone, Copy)]
 struct Idle {
     order: IdleOrder,
@@ -122,8 +109,6 @@ impl<H> Connection<H> {
 }
 
 impl<H> ConnectionTable<H> {
-    /// Creates an empty table with `places_max` usual places, of which one peer gets at most
-    /// `per_peer_max`.
     pub(super) fn new(places_max: usize, per_peer_max: usize) -> Self {
         Self {
             places_max: places_max.max(1),
@@ -138,8 +123,7 @@ impl<H> ConnectionTable<H> {
         }
     }
 
-    /// Adds a new connection, which is idle. Returns `None` if there is no place at all, not even
-    /// in the reserve. The caller then closes the new connection.
+    /// The new connection is idle. `None` if there is no place at all: the caller closes it.
     pub(super) fn open(&mut self, peer: Peer, handle: H, now: Instant) -> Option<Opened<H>> {
         let (place, evicted) = match self.make_room(peer) {
             Some(evicted) => (Place::Usual, evicted),
@@ -152,14 +136,12 @@ impl<H> ConnectionTable<H> {
         Some(Opened { id, evicted })
     }
 
-    /// Removes the connection that has been idle for longest, and returns it to be closed.
     pub(super) fn evict_longest_idle(&mut self) -> Option<H> {
         let longest_idle = self.idle.first_key_value().map(|(_, &id)| id);
         self.remove(self.longest_idle_in_reserve().or(longest_idle)?)
     }
 
-    /// Records that the header of a request of `peer` has arrived. If the connection has no usual
-    /// place, it gets one where a new connection would.
+    /// A connection without a usual place gets one where a new connection would.
     pub(super) fn begin_request(&mut self, id: ConnectionId, peer: Peer) -> Begun<H> {
         let mut begun = Begun { place: self.place(id), evicted: None };
         if begun.place == Some(Place::Reserve)
@@ -183,13 +165,11 @@ impl<H> ConnectionTable<H> {
         self.check_in_debug();
     }
 
-    /// Removes a closed connection. Does nothing if it was evicted.
     pub(super) fn close(&mut self, id: ConnectionId) {
         drop(self.remove(id));
         self.check_in_debug();
     }
 
-    /// Returns the number of connections, the reserve's included.
     pub(super) fn len(&self) -> usize {
         self.connections.len()
     }
@@ -199,8 +179,7 @@ impl<H> ConnectionTable<H> {
         self.idle.get(order).copied()
     }
 
-    /// Returns since when the connection is idle that a new one of `peer` would close. `None` if it
-    /// would close none.
+    /// Since when the connection is idle that a new one of `peer` would close, if any.
     pub(super) fn closes_idle_since(&self, peer: Peer) -> Option<Instant> {
         let id = match self.usual_room(peer) {
             Some(Room::Free) => return None,
@@ -211,7 +190,6 @@ impl<H> ConnectionTable<H> {
         self.connections.get(&id)?.idle_since.map(|idle| idle.at)
     }
 
-    /// Returns the usual place that a connection of `peer` may have, if any.
     fn usual_room(&self, peer: Peer) -> Option<Room> {
         let peer_count = self.peer_counts.get(&peer).copied().unwrap_or(0);
         if peer_count >= self.per_peer_max {
@@ -224,8 +202,7 @@ impl<H> ConnectionTable<H> {
         }
     }
 
-    /// Frees a usual place for a connection of `peer` if all are taken. The inner value is the
-    /// connection to close. Returns `None` if no usual place can be freed.
+    /// Frees a usual place, if that can be. The inner value is the connection to close.
     fn make_room(&mut self, peer: Peer) -> Option<Option<H>> {
         Some(match self.usual_room(peer)? {
             Room::Free => None,
@@ -233,8 +210,7 @@ impl<H> ConnectionTable<H> {
         })
     }
 
-    /// Moves an idle connection from its usual place to the reserve. Returns the connection to
-    /// close.
+    /// The idle connection goes to the reserve. Returns the connection to close.
     fn give_way(&mut self, id: ConnectionId) -> Option<H> {
         let Some(evicted) = self.make_room_in_reserve() else { return self.remove(id) };
         let one = self.connections.get(&id)?;
@@ -245,8 +221,7 @@ impl<H> ConnectionTable<H> {
         evicted
     }
 
-    /// Frees a reserve place if all are taken. The inner value is the connection to close. Returns
-    /// `None` if no reserve place can be freed.
+    /// Frees a reserve place, if that can be. The inner value is the connection to close.
     fn make_room_in_reserve(&mut self) -> Option<Option<H>> {
         if self.has_free_reserve() {
             return Some(None);
@@ -329,7 +304,6 @@ impl<H> ConnectionTable<H> {
         self.check_invariants();
     }
 
-    /// Panics if the parts of the table contradict each other.
     #[cfg(test)]
     pub(super) fn check_invariants(&self) {
         let usual = self.connections.values().filter(|one| one.place == Place::Usual);

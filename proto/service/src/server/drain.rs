@@ -1,22 +1,18 @@
 //! Decides when a client reads its answer too slowly to be waited for. Pure.
 //!
-//! An answer that waits for its client holds a turn of the engine, or memory that other answers
-//! need. While that is so, the client owes a number of bytes for each second. Bytes that it reads
-//! reduce what it owes. A client that owes more than it would have to read in a whole grace time
-//! is cut off.
+//! While an answer that waits for its client holds a turn of the engine, or memory that others
+//! need, the client owes a number of bytes for each second. It is cut off when it owes more than a
+//! whole grace time demands.
 
 use std::time::{Duration, Instant};
 
-/// The rate that is demanded of clients which hold something up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DrainRate {
     /// Bytes that a client must read per second, on average. 0: any rate will do.
     pub(super) bytes_per_s_min: u64,
-    /// For how long a client may read less.
     pub(super) grace: Duration,
 }
 
-/// What one client owes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct DrainDebt {
     owed_bytes: u64,
@@ -26,9 +22,8 @@ pub(super) struct DrainDebt {
 }
 
 impl DrainDebt {
-    /// Brings the debt up to date. `read_bytes` counts the bytes that the client has read of this
-    /// answer. `holds_up` says whether the answer holds something up now. Returns whether the
-    /// client must be cut off.
+    /// `read_bytes` counts what the client has read of this answer; `holds_up`: whether the answer
+    /// holds something up now. Returns whether the client must be cut off.
     pub(super) fn update(
         &mut self,
         now: Instant,
@@ -51,7 +46,6 @@ impl DrainDebt {
     }
 }
 
-/// Returns how many bytes `bytes_per_s` are in this time.
 fn bytes_in(time: Duration, bytes_per_s: u64) -> u64 {
     let time_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     time_ms.saturating_mul(bytes_per_s) / 1000

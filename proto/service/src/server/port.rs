@@ -26,7 +26,6 @@ const IDLE_TIME_MIN: Duration = Duration::from_millis(2);
 #[derive(Debug, Clone, Copy)]
 pub struct PeerAddress(pub IpAddr);
 
-/// A port and its connections.
 #[derive(Debug)]
 pub(super) struct Port {
     pub(super) limits: PortLimits,
@@ -55,7 +54,6 @@ impl Port {
         }
     }
 
-    /// Takes a place for a new connection. Returns `None` if there is no place.
     pub(super) fn open(self: &Arc<Self>, peer_addr: SocketAddr) -> Option<OpenConnection> {
         let (evict_sender, evicted) = oneshot::channel();
         let (opened, count) = {
@@ -90,7 +88,6 @@ impl Port {
     }
 }
 
-/// A connection that has a place, as its task holds it.
 pub(super) struct OpenConnection {
     pub(super) shared: Arc<ConnectionRef>,
     pub(super) peer: PeerAddress,

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use super::{AnswerBuffers, ConnectionSettings, DrainRate, Metrics};
 
-/// Number of connections allowed beyond one for each turn. They are for probes, lists, idle
-/// clients, and clients whose turn is refused because too many turns run.
+/// Beyond one per turn: for probes, lists, idle clients, and clients whose turn is refused.
 const SPARE_CONNECTIONS: usize = 512;
 /// Number of connections to the admin port. Some scrapers, probes and people use it at once.
 pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
@@ -15,10 +14,8 @@ pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
 pub const HEALTH_PATHS: [&str; 8] =
     ["/health", "/health_generate", "/ready", "/readiness", "/ping", "/live", "/liveness", "/"];
 
-/// The limits of one port.
 #[derive(Debug, Clone)]
 pub struct PortLimits {
-    /// The port's name in metrics and logs.
     pub name: &'static str,
     /// The paths that the reserve serves: health checks.
     pub health_paths: &'static [&'static str],
@@ -69,7 +66,6 @@ impl PortLimits {
         share_of_one_address(self.connections_max)
     }
 
-    /// Returns the limits of an admin port.
     #[must_use]
     pub fn admin(metrics: &Metrics) -> Self {
         let settings = ConnectionSettings::default();
@@ -84,7 +80,6 @@ impl PortLimits {
     }
 }
 
-/// Returns the connections that one address gets of all.
 fn share_of_one_address(connections_max: usize) -> usize {
     let kept_for_others = (connections_max / 8).min(SPARE_CONNECTIONS / 2);
     connections_max - kept_for_others

@@ -1,14 +1,12 @@
 //! Reads an answer ahead of a client that reads slowly, into a bounded buffer.
 //!
-//! The answer's body holds what the answer costs: a turn's place in the engine, for example. So the
-//! body must reach its end when its source has ended, and not when the client has read it all. The
-//! server wraps each body in a [`ReadAheadBody`]. While the client keeps up, hyper polls the body
-//! and each frame goes straight through. While the client doesn't, hyper stops polling. The task of
-//! the connection then calls [`Answer::read_ahead`], which moves frames into a buffer. No other
-//! task is involved, and no byte is copied.
+//! The body holds what the answer costs, such as a turn's place in the engine. So it must reach its
+//! end when its source has ended, and not when the client has read it all. While the client keeps
+//! up, hyper polls the body and each frame goes straight through. When hyper stops polling, the
+//! connection's task moves frames into a buffer. No other task is involved, and no byte is copied.
 //!
-//! When the buffer of the answer or the budget of the process is full, nothing more is read, so
-//! the source feels the client's speed. [`Answer::is_too_slow`] then finds clients to cut off.
+//! When the buffer or the budget of the process is full, nothing more is read, so the source feels
+//! the client's speed.
 
 use std::{
     collections::VecDeque,
@@ -32,23 +30,18 @@ use super::{
 };
 use crate::clock::now;
 
-/// Bytes that a buffered frame takes beside its data, about: its place in the queue, and its
-/// reference to the memory of the connection that it came from.
+/// About what a buffered frame's place in the queue, and its reference to memory, take.
 const FRAME_OVERHEAD_BYTES: usize = 128;
 
-/// The memory for answers that wait for slow clients, of all ports of a process.
 #[derive(Debug, Clone)]
 pub struct AnswerBuffers {
     used_bytes: Arc<AtomicUsize>,
-    /// The limit for all answers together.
     bytes_max: usize,
-    /// The limit for one answer.
     per_answer_bytes_max: usize,
     used_gauge: Gauge,
 }
 
 impl AnswerBuffers {
-    /// Creates the budget. `used_gauge` shows the bytes in use.
     #[must_use]
     pub fn new(per_answer_bytes_max: usize, bytes_max: usize, used_gauge: Gauge) -> Self {
         Self { used_bytes: Arc::default(), bytes_max, per_answer_bytes_max, used_gauge }
@@ -79,7 +72,6 @@ impl AnswerBuffers {
 
 type BodyFrame = Result<Frame<Bytes>, axum::Error>;
 
-/// An answer's body and its buffer.
 #[derive(Debug)]
 struct State {
     /// `None` once the body has ended.
@@ -93,8 +85,7 @@ struct State {
     buffers: AnswerBuffers,
 }
 
-/// The part of an answer that hyper's body and the connection's task share. The lock is never
-/// contended: both are polled by the task of the connection.
+/// The lock is never contended: the task of the connection alone polls its users.
 #[derive(Debug)]
 pub(super) struct Answer {
     state: Mutex<State>,
@@ -114,7 +105,6 @@ impl CurrentAnswer {
     }
 }
 
-/// The body of an answer, as hyper sees it.
 #[derive(Debug)]
 pub(super) struct ReadAheadBody {
     answer: Arc<Answer>,
@@ -125,7 +115,6 @@ pub(super) struct ReadAheadBody {
 }
 
 impl ReadAheadBody {
-    /// Wraps `body`, and makes it the connection's current answer.
     pub(super) fn new(
         body: Body,
         buffers: AnswerBuffers,
@@ -148,7 +137,6 @@ impl ReadAheadBody {
 }
 
 impl Answer {
-    /// Notes that hyper is about to run, and may poll the body.
     pub(super) fn clear_awaited(&self) {
         self.is_awaited.store(false, Ordering::Relaxed);
     }
@@ -168,7 +156,6 @@ impl Answer {
         state.buffered_bytes > 0
     }
 
-    /// Whether the client is so slow that it must be cut off.
     pub(super) fn is_too_slow(&self, rate: DrainRate) -> bool {
         let mut state = self.state.lock();
         let holds_up = state.holds_up();
@@ -178,7 +165,6 @@ impl Answer {
 }
 
 impl State {
-    /// Moves frames into the buffer until the body has no more for now, or the buffer is full.
     fn read_ahead(&mut self, context: &mut Context<'_>) {
         while self.buffers.has_room(self.buffered_bytes) {
             let Some(body) = &mut self.body else { return };
@@ -195,14 +181,12 @@ impl State {
         }
     }
 
-    /// Whether the source waits for this client, or other answers need the memory that this
-    /// client's answer takes.
+    /// Whether the source waits for this client, or other answers need its memory.
     fn holds_up(&self) -> bool {
         let has_source_to_wait = self.body.is_some() && !self.buffers.has_room(self.buffered_bytes);
         self.buffered_bytes > 0 && (has_source_to_wait || self.buffers.is_scarce())
     }
 
-    /// Takes the next frame out of the buffer.
     fn pop(&mut self) -> Option<BodyFrame> {
         let frame = self.frames.pop_front()?;
         let bytes = frame_bytes(&frame);

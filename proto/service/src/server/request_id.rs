@@ -8,8 +8,7 @@ const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 /// The longest id that is taken from a client, in bytes. A UUID has 36.
 const ID_BYTES_MAX: usize = 128;
 
-/// Returns the id that the client gave its request, or else a new one, and leaves it in the headers
-/// of the request. So it reaches the agent and the engine.
+/// Takes the client's id, or makes one, and leaves it in the headers for the agent and the engine.
 pub(super) fn identify(request_headers: &mut HeaderMap) -> HeaderValue {
     let is_usable = |id: &&HeaderValue| {
         (1..=ID_BYTES_MAX).contains(&id.len()) && id.as_bytes().iter().all(u8::is_ascii_graphic)

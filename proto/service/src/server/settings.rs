@@ -1,8 +1,6 @@
 //! Defines the settings of connections, which router and agent share: the table `[connections]`.
 //!
-//! Router and agent have the table as a field of their settings, check it with
-//! [`ConnectionSettings::problems`], and pass it to the server of the data port. The admin port has
-//! fixed limits of its own.
+//! For data ports. The admin port has fixed limits of its own.
 
 use std::time::Duration;
 
@@ -85,7 +83,6 @@ impl ConnectionSettings {
         problems
     }
 
-    /// Returns `keep_alive_ms` as a duration.
     #[must_use]
     pub fn keep_alive(&self) -> Duration {
         Duration::from_millis(self.keep_alive_ms)

@@ -4,22 +4,15 @@
 //! say so in the answer. So [`Watched`] drops a small body that has arrived by then, and after any
 //! other the answer says that the connection ends. Nothing is waited for.
 //!
-//! Hyper answers a request that it can't parse by itself, with an empty body: 400, 414 or 431. It
-//! offers no hook for that. But it writes such an answer only while no request is in the service
-//! and all answers of the service are flushed. So a write at such a moment is hyper's own.
-//! [`RefusalIo`] stands between hyper and the connection and writes a [`Refusal`] with the same
-//! status instead. [`Watched`] tells it of requests in the service.
+//! Hyper answers a request that it can't parse by itself, with an empty body, and offers no hook.
+//! But it does so only while no request is in the service and all answers of the service are
+//! flushed: a write at such a moment is hyper's own. [`RefusalIo`] writes a [`Refusal`] with the
+//! same status instead.
 //!
-//! Hyper closes a connection that begins with HTTP/2 without an answer. `RefusalIo` spoils the
-//! first byte, so that it is one more request that hyper can't parse.
-//!
-//! Hyper notices that a client has gone only while it has read nothing of a next request. So the
-//! connection's owner has `RefusalIo` look for that, now and then ([`Requests::look_for_client`]).
-//!
-//! In both cases of a refusal, closing a connection that has unread bytes resets it, and the client
-//! could lose the answer: many send a whole body before they read. So `RefusalIo` ends its own side
-//! and then reads and drops what the client still sends, while bytes come, up to a limit of time
-//! and of bytes. The connection is idle meanwhile, so it gives way to others.
+//! Closing a connection that has unread bytes resets it, and the client could lose the answer: many
+//! send a whole body before they read. So `RefusalIo` ends its own side, and then drops what still
+//! comes, up to a limit of time and of bytes. The connection is idle meanwhile, and gives way to
+//! others.
 
 use std::{
     future::Future,
@@ -47,18 +40,14 @@ use tracing::debug;
 
 use crate::refusal::{Api, Code, Refusal};
 
-/// The longest time for which bytes that nobody reads are dropped after an answer: 5 MB at
-/// 1.5 Mbit/s.
+/// For bytes that nobody reads after an answer: 5 MB at 1.5 Mbit/s.
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(30);
-/// The longest pause between such bytes. What a client sends in one go pauses for less, even if
-/// the network loses some of it.
+/// What a client sends in one go pauses for less, even if the network loses some of it.
 const DRAIN_PAUSE_MAX: Duration = Duration::from_secs(2);
 /// The longest time of both once the process stops.
 const DRAIN_STOPPING_MAX: Duration = Duration::from_secs(1);
-/// The most such bytes.
 const DRAIN_BYTES_MAX: usize = 64 << 20;
 
-/// What a client of HTTP/2 sends first.
 const HTTP2_BEGIN: &[u8] = b"PRI * HTTP/2.0\r\n";
 
 /// Most bytes of a body that are read only to be dropped, while the connection goes on.
@@ -66,24 +55,18 @@ const DISCARDED_BYTES_MAX: usize = 64 * 1024;
 /// How often the connection is looked at for such a body. What has arrived is there by then.
 const DISCARD_LOOKS: usize = 4;
 
-/// The requests of one connection that the service answers. Clones count together.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Requests(Arc<RequestState>);
 
 #[derive(Debug, Default)]
 struct RequestState {
-    /// The requests whose answers' bodies have not ended.
     open: AtomicUsize,
     /// Whether hyper may still have bytes of an answer. It takes a short body whole, and drops it
     /// before it writes the first byte.
     is_unflushed: AtomicBool,
-    /// Whether the newest request's body has not been read to its end.
     is_body_unread: AtomicBool,
-    /// That body, once the service has dropped it.
     dropped_body: Mutex<Option<Incoming>>,
-    /// Whether to look whether the client has gone.
     is_look_due: AtomicBool,
-    /// Whether the process stops.
     is_stopping: AtomicBool,
 }
 
@@ -96,12 +79,12 @@ impl Requests {
         OpenRequest(self.clone())
     }
 
-    /// Whether the answer of a request has not ended.
     pub(super) fn is_any_open(&self) -> bool {
         self.0.open.load(Ordering::Relaxed) > 0
     }
 
-    /// Has the next flush look whether the client has gone.
+    /// Has the next flush look whether the client has gone. Hyper notices that only while it has
+    /// read nothing of a next request.
     pub(super) fn look_for_client(&self) {
         self.0.is_look_due.store(true, Ordering::Relaxed);
     }
@@ -111,18 +94,15 @@ impl Requests {
         self.0.is_stopping.store(true, Ordering::Relaxed);
     }
 
-    /// Whether bytes that hyper writes now may be the service's.
     fn is_unflushed(&self) -> bool {
         self.0.is_unflushed.load(Ordering::Relaxed)
     }
 
-    /// Whether the newest request's body has not been read to its end.
     pub(super) fn is_body_unread(&self) -> bool {
         self.0.is_body_unread.load(Ordering::Relaxed)
     }
 
-    /// Reads the rest of a body that the service has dropped, as far as it is small and has
-    /// arrived.
+    /// Reads the rest of a dropped body, as far as it is small and has arrived.
     async fn discard_body(&self) {
         let Some(body) = self.0.dropped_body.lock().take() else { return };
         let body = Limited::new(body, DISCARDED_BYTES_MAX);
@@ -140,7 +120,6 @@ impl Requests {
         }
     }
 
-    /// Handles that hyper has written and flushed all bytes that it has.
     fn handle_flush(&self) {
         if self.0.open.load(Ordering::Relaxed) == 0 {
             self.0.is_unflushed.store(false, Ordering::Relaxed);
@@ -148,7 +127,6 @@ impl Requests {
     }
 }
 
-/// A request whose answer's body has not ended.
 struct OpenRequest(Requests);
 
 impl Drop for OpenRequest {
@@ -157,7 +135,6 @@ impl Drop for OpenRequest {
     }
 }
 
-/// The body of a request. Notes when it has been read to its end.
 pub(super) struct RequestBody {
     /// `None` once it was read to its end.
     body: Option<Incoming>,
@@ -198,7 +175,6 @@ impl Body for RequestBody {
     }
 }
 
-/// A service that counts its requests in [`Requests`].
 pub(super) struct Watched<S> {
     service: S,
     requests: Requests,
@@ -267,22 +243,17 @@ impl<B: Body + Unpin> Body for WatchedBody<B> {
     }
 }
 
-/// A connection on which hyper's own answers become refusals.
 pub(super) struct RefusalIo<I> {
     io: I,
-    /// Whether the client has closed its side.
     is_client_gone: fn(&I) -> bool,
     requests: Requests,
     is_read_before: bool,
-    /// Whether the client began with HTTP/2.
     is_http2: bool,
     /// The refusal's bytes that are not written yet. `None` if there is no refusal.
     refusal: Option<Bytes>,
-    /// Set while bytes that follow the refused request are dropped.
     drain: Option<Drain>,
 }
 
-/// How much longer the bytes after a refused request are read.
 struct Drain {
     /// When the drain ends, however many bytes come.
     end: Instant,
@@ -303,7 +274,6 @@ impl Drain {
         }
     }
 
-    /// Reads and drops what has come. Is ready when nothing more is to be read.
     fn poll<I: AsyncRead + Unpin>(&mut self, io: &mut I, context: &mut Context<'_>) -> Poll<()> {
         let mut space = [0; 16 * 1024];
         let mut has_read = false;
@@ -325,7 +295,6 @@ impl Drain {
         self.deadline.as_mut().poll(context)
     }
 
-    /// Ends the drain soon, because the process stops.
     fn stop(&mut self) {
         if !std::mem::replace(&mut self.is_stopping, true) {
             self.end = self.end.min(Instant::now() + DRAIN_STOPPING_MAX);
@@ -348,9 +317,7 @@ impl<I> RefusalIo<I> {
         }
     }
 
-    /// Replaces hyper's own answer to a request that it can't parse. Returns `None` if the bytes
-    /// are the service's, or if the answer has another form than expected; they are then written
-    /// as they are.
+    /// `None` if the bytes are the service's, or have another form than expected.
     fn replace(&mut self, answer: &[u8]) -> Option<()> {
         if self.requests.is_unflushed() {
             return None;
@@ -374,7 +341,6 @@ impl<I: AsyncWrite + Unpin> RefusalIo<I> {
     }
 }
 
-/// Returns the refusal in place of an answer of hyper's, as bytes of HTTP/1.1.
 fn refusal_for(answer: &[u8], is_http2: bool) -> Option<Bytes> {
     let status = answer.strip_prefix(b"HTTP/1.")?.get(2..5)?;
     let (code, message) = match status {
@@ -421,6 +387,7 @@ impl<I: AsyncRead + Unpin> AsyncRead for RefusalIo<I> {
             let read = &mut buffer.filled_mut()[before..];
             if read.starts_with(HTTP2_BEGIN) {
                 self.is_http2 = true;
+                // Hyper would close the connection without an answer.
                 read[0] = 0;
             }
         }

@@ -1,7 +1,4 @@
 //! The client's side of TLS: checks the server's certificate, and shows one of its own.
-//!
-//! A [`Connector`] serves both hyper's client and tonic's channels. It uses the certificates that
-//! are in the files at the moment of a connection.
 
 use std::{
     io,
@@ -31,10 +28,8 @@ use crate::{
     tasks::Tasks,
 };
 
-/// The PEM files of a client, as the settings name them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientFiles {
-    /// The certificate authorities that sign the servers' certificates.
     pub ca: PathBuf,
     /// The client's certificate and its private key; `None` if servers demand none.
     pub identity: Option<(PathBuf, PathBuf)>,
@@ -51,17 +46,10 @@ pub struct ClientTls {
 
 impl ClientFiles {
     /// Reads the files once, for a check of the settings.
-    ///
-    /// # Errors
-    /// What is wrong with which file.
     pub fn check(&self) -> Result<(), reload::Error> {
         self.source().read().map(drop)
     }
 
-    /// Reads the files, and again whenever they change.
-    ///
-    /// # Errors
-    /// What is wrong with which file.
     pub fn start(
         &self,
         metrics: &reload::Metrics,
@@ -80,7 +68,6 @@ impl ClientFiles {
         Source::new("client_tls", paths, move |contents| files.parse(contents))
     }
 
-    /// Makes the handshakes' configurations of the contents of the files.
     fn parse(&self, contents: &[Vec<u8>]) -> Result<ByProtocol<ClientConfig>, String> {
         let builder = ClientConfig::builder_with_provider(crypto())
             .with_safe_default_protocol_versions()
@@ -121,7 +108,6 @@ impl Connector {
         Self { http, tls, protocol, connect_max }
     }
 
-    /// Returns the connector with the certificates of this moment.
     fn current(&self, tls: &ClientTls) -> HttpsConnector<HttpConnector> {
         let configs = tls.configs.load();
         let config = configs.get(self.protocol);

@@ -2,22 +2,18 @@
 
 use std::io;
 
-/// Why a handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
-    /// The client took too long.
     #[error("the client did not end the handshake in time")]
     Late,
     /// The client's certificate is good, and of another client.
     #[error("the client's certificate has none of the names in client_names")]
     ClientName,
-    /// The connection or the handshake broke.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
 impl HandshakeError {
-    /// Returns the reason as a label of a metric.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         let error = match self {

@@ -10,7 +10,6 @@ use rustls::{
 
 use super::{Protocol, crypto};
 
-/// The configuration of handshakes, for each protocol.
 #[derive(Debug)]
 pub(super) struct ByProtocol<C> {
     http1: Arc<C>,
@@ -36,8 +35,7 @@ impl<C: Clone> ByProtocol<C> {
     }
 }
 
-/// Returns the certificate in the file `cert`, with its chain, and its private key in the file
-/// `key`. `contents` are the contents of both files.
+/// `contents` are those of `cert`, which may hold a chain, and of `key`.
 pub(super) fn identity(
     cert: &Path,
     key: &Path,
@@ -52,10 +50,7 @@ pub(super) fn identity(
     })
 }
 
-/// Returns the certificates of a file as roots of trust. There is at least one.
-///
-/// # Errors
-/// What is wrong with the file.
+/// Returns at least one root of trust.
 pub fn roots(path: &Path, content: &[u8]) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path, content)? {
@@ -77,7 +72,6 @@ fn certificates(path: &Path, content: &[u8]) -> Result<Vec<CertificateDer<'stati
     Ok(certificates)
 }
 
-/// Returns the first private key in a file.
 fn private_key(path: &Path, content: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_slice(content).map_err(|error| {
         let path = path.display();

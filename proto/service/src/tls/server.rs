@@ -31,21 +31,17 @@ use crate::{
 /// Time limit of a handshake. It takes some milliseconds and two round trips.
 const HANDSHAKE_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The PEM files of a server, as the settings name them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerFiles {
     /// The server's certificate, followed by the intermediate ones.
     pub cert: PathBuf,
-    /// The private key of that certificate.
     pub key: PathBuf,
     /// Whose certificates clients must have; `None` if clients need none.
     pub clients: Option<TrustedClients>,
 }
 
-/// The clients that a server with mutual TLS accepts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrustedClients {
-    /// The PEM file of the certificate authorities that sign the clients' certificates.
     pub ca: PathBuf,
     /// The DNS names or IP addresses of which a client's certificate must have one. Empty: every
     /// certificate of the authorities is accepted.
@@ -62,17 +58,11 @@ pub struct ServerTls {
 
 impl ServerFiles {
     /// Reads the files once, for a check of the settings.
-    ///
-    /// # Errors
-    /// What is wrong with which file.
     pub fn check(&self) -> Result<(), reload::Error> {
         self.source().read().map(drop)
     }
 
     /// Reads the files, and again whenever they change. Serves HTTP/1.1.
-    ///
-    /// # Errors
-    /// What is wrong with which file.
     pub fn start(
         &self,
         metrics: &reload::Metrics,
@@ -91,7 +81,6 @@ impl ServerFiles {
         Source::new("server_tls", paths, move |contents| files.parse(contents))
     }
 
-    /// Makes the handshakes' configurations of the contents of the files.
     fn parse(&self, contents: &[Vec<u8>]) -> Result<ByProtocol<ServerConfig>, String> {
         let builder = ServerConfig::builder_with_provider(crypto())
             .with_safe_default_protocol_versions()
@@ -119,16 +108,11 @@ impl ServerFiles {
 }
 
 impl ServerTls {
-    /// Returns the same certificates for connections of another protocol.
     #[must_use]
     pub fn for_protocol(&self, protocol: Protocol) -> Self {
         Self { protocol, ..self.clone() }
     }
 
-    /// Makes the handshake on a new connection, within a time limit.
-    ///
-    /// # Errors
-    /// When the client speaks no TLS, shows no certificate that is demanded, or is too slow.
     pub async fn accept<S>(&self, stream: S) -> Result<ServerStream<S>, HandshakeError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -154,10 +138,7 @@ impl ServerTls {
     }
 }
 
-/// Makes the handshake if the port speaks TLS, otherwise passes the connection on.
-///
-/// # Errors
-/// See [`ServerTls::accept`].
+/// Without `tls`, the connection is passed on as it is.
 pub async fn accept<S>(
     tls: Option<&ServerTls>,
     stream: S,
@@ -171,17 +152,13 @@ where
     }
 }
 
-/// A connection to a port that may speak TLS.
 #[derive(Debug)]
 pub enum ServerStream<S> {
-    /// Without TLS.
     Plain(S),
-    /// With TLS, after the handshake.
     Tls(Box<TlsStream<S>>),
 }
 
 impl<S> ServerStream<S> {
-    /// Returns the connection below TLS.
     pub(crate) fn get_ref(&self) -> &S {
         match self {
             Self::Plain(stream) => stream,

@@ -1,6 +1,4 @@
 //! Reads and writes W3C trace context: the headers `traceparent` and `tracestate`. Pure.
-//!
-//! The context names a span in one process, so that a span in the next process becomes its child.
 
 use std::num::{NonZeroU64, NonZeroU128};
 
@@ -11,35 +9,26 @@ pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// What other tracing systems add. It is passed on as it is.
 pub const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// The longest `tracestate` that goes into spans, in bytes: what each system must be able to pass
-/// on. A longer one is passed on too, but not exported.
+/// What each system must be able to pass on. A longer one is passed on, but not exported.
 const STATE_BYTES_MAX: usize = 512;
 
-/// The flag of a trace that is exported.
 const SAMPLED: u128 = 1;
 
-/// The name of a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceId(pub NonZeroU128);
 
-/// The name of a span within its trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpanId(pub NonZeroU64);
 
-/// The content of the header `traceparent`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
-    /// The trace that the sender's span belongs to.
     pub trace_id: TraceId,
-    /// The sender's span.
     pub span_id: SpanId,
-    /// Whether the trace is exported.
     pub is_sampled: bool,
 }
 
 impl TraceId {
-    /// Whether the trace is in a sample of all traces that has this ratio. Processes with the same
-    /// ratio choose the same traces.
+    /// Processes with the same ratio choose the same traces.
     #[expect(clippy::cast_precision_loss, reason = "53 bits are exact in an f64")]
     #[must_use]
     pub fn is_in_sample(self, ratio: f64) -> bool {
@@ -79,7 +68,6 @@ impl TraceParent {
         })
     }
 
-    /// Returns the header's value.
     #[must_use]
     pub fn to_header(self) -> HeaderValue {
         let Self { trace_id, span_id, is_sampled } = self;
@@ -89,15 +77,13 @@ impl TraceParent {
     }
 }
 
-/// Parses exactly `digits` lower-case hex digits.
 fn parse_hex(text: &str, digits: usize) -> Option<u128> {
     let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
     let is_hex = text.len() == digits && text.bytes().all(is_digit);
     if is_hex { u128::from_str_radix(text, 16).ok() } else { None }
 }
 
-/// Returns the state that other systems have added, for spans. Empty if there is none, or if it is
-/// too long or not text.
+/// Empty if there is no state, or if it is too long or not text.
 #[must_use]
 pub fn trace_state(headers: &HeaderMap) -> String {
     let mut state = String::new();
@@ -114,7 +100,6 @@ pub fn trace_state(headers: &HeaderMap) -> String {
     state
 }
 
-/// Returns the headers that hold a request's trace context.
 #[must_use]
 pub fn context_headers(headers: &HeaderMap) -> HeaderMap {
     let mut context = HeaderMap::new();

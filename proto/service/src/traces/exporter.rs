@@ -1,8 +1,7 @@
 //! Sends spans that have ended to the collector, in batches, from a thread of its own.
 //!
-//! Spans wait in a bounded queue. What comes while the queue is full is dropped and counted, and so
-//! is a batch that the collector doesn't take: no turn waits for a collector, and no span is sent
-//! twice. An outage is logged once.
+//! What comes while the queue is full is dropped, and so is a batch that the collector doesn't
+//! take: no turn waits for a collector, and no span is sent twice.
 
 use std::time::Duration;
 
@@ -40,24 +39,19 @@ use crate::{
 pub(super) const SPANS_QUEUED_MAX: usize = 8_192;
 /// The most spans of one request: OTLP's usual number. They take about 200 KiB.
 const BATCH_SPANS_MAX: usize = 512;
-/// How long a batch waits for more spans, so that a quiet process doesn't send each span alone, and
-/// people who look for a turn that has just ended find it.
+/// So that a quiet process doesn't send each span alone, and a turn that has ended is soon found.
 const BATCH_TIME: Duration = Duration::from_secs(1);
-/// Time limit of connecting to the collector.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(1);
 /// Time limit of an export. A collector takes milliseconds.
 const EXPORT_TIME_MAX: Duration = Duration::from_secs(5);
-/// Time limit of the exports at the process's end.
 pub(super) const LAST_EXPORTS_TIME_MAX: Duration = Duration::from_secs(2);
 
-/// Why a span was not exported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DropReason {
     /// The queue was full, or the process ends.
     QueueFull,
     /// The collector could not be reached, was late, or refused the request.
     ExportFailed,
-    /// The collector took the request without this span.
     Rejected,
 }
 
@@ -77,7 +71,6 @@ struct DropLabel {
     reason: &'static str,
 }
 
-/// Counts spans. Clones share the same values.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Metrics {
     exported: Counter,
@@ -104,7 +97,6 @@ impl Metrics {
     }
 }
 
-/// Exports the spans of one process.
 #[derive(Debug)]
 pub(super) struct Exporter {
     pub(super) endpoint: Endpoint,
@@ -114,7 +106,6 @@ pub(super) struct Exporter {
     pub(super) queue: mpsc::Receiver<SpanRecord>,
 }
 
-/// Why an export failed.
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
     #[error("the collector has not answered within {0:?}")]
@@ -124,7 +115,6 @@ enum ExportError {
 }
 
 impl Exporter {
-    /// Exports spans until `stop` is cancelled, and then what is in the queue, but not for long.
     pub(super) async fn run(mut self, stop: CancellationToken) {
         let tls = self.tls.take();
         let connector =
@@ -173,7 +163,6 @@ impl Exporter {
         true
     }
 
-    /// Exports a batch.
     async fn export(
         &self,
         client: &mut TraceServiceClient<Channel>,

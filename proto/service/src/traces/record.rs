@@ -17,25 +17,18 @@ const KNOWS_PROCESS: u32 = 1 << 8;
 /// The flags of a span whose parent is in another process.
 const IS_REMOTE: u32 = 1 << 9;
 
-/// On which side of a call a span is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpanKind {
-    /// Within this process.
     Internal,
-    /// A request that this process serves.
     Server,
-    /// A request that this process sends.
     Client,
 }
 
-/// The value of an attribute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
-    /// A name.
     Text(Cow<'static, str>),
     /// A count. Greater ones than an `i64` holds become its maximum.
     Count(u64),
-    /// Whether something is so.
     Flag(bool),
 }
 
@@ -66,23 +59,17 @@ impl From<bool> for Value {
 /// A span that has ended. Its many fields: OTLP's spans are flat.
 #[derive(Debug, Clone)]
 pub struct SpanRecord {
-    /// The span's trace.
     pub trace_id: TraceId,
-    /// The span.
     pub span_id: SpanId,
     /// The span that caused this one. `None` for the first span of a trace.
     pub parent: Option<SpanId>,
-    /// Whether the parent is in another process.
     pub is_parent_remote: bool,
     /// What other tracing systems have added to the trace's context.
     pub trace_state: Arc<str>,
     /// What was done. One of a few names.
     pub name: &'static str,
-    /// The span's side of a call.
     pub kind: SpanKind,
-    /// When the span began, in nanoseconds since 1970.
     pub began_unix_ns: u64,
-    /// When the span ended, in nanoseconds since 1970.
     pub ended_unix_ns: u64,
     /// What is known of the span. Each key is there once.
     pub attributes: Vec<(&'static str, Value)>,
@@ -125,7 +112,6 @@ impl SpanRecord {
     }
 }
 
-/// Returns an attribute in OTLP's form.
 fn pair(key: &str, value: Value) -> KeyValue {
     let value = match value {
         Value::Text(text) => any_value::Value::StringValue(text.into_owned()),
@@ -135,19 +121,15 @@ fn pair(key: &str, value: Value) -> KeyValue {
     KeyValue { key: key.to_owned(), value: Some(AnyValue { value: Some(value) }) }
 }
 
-/// The process that exports spans.
 #[derive(Debug, Clone)]
 pub struct Exported {
-    /// The name of its binary.
     pub service: &'static str,
-    /// Its version.
     pub version: &'static str,
     /// What tells it from other processes of its binary.
     pub instance: String,
 }
 
 impl Exported {
-    /// Makes the request that exports these spans.
     pub(super) fn request(&self, records: Vec<SpanRecord>) -> ExportTraceServiceRequest {
         let attributes = vec![
             pair("service.name", self.service.into()),

@@ -31,7 +31,6 @@ impl Default for TracesTable {
 }
 
 impl TracesTable {
-    /// Whether spans are exported.
     #[must_use]
     pub fn is_on(&self) -> bool {
         !self.endpoint.is_empty()
@@ -78,10 +77,7 @@ impl TracesTable {
     }
 }
 
-/// Returns whether the collector at this URL speaks TLS.
-///
-/// # Errors
-/// What is wrong with the URL, as the end of a sentence that begins with it.
+/// Whether the collector speaks TLS. The error ends a sentence that begins with the URL.
 fn collector_scheme(endpoint: &str) -> Result<bool, &'static str> {
     let uri: Uri = endpoint.parse().map_err(|_| "is no URL")?;
     let has_tls = match uri.scheme_str() {

@@ -20,7 +20,6 @@ use super::{
 };
 use crate::clock::{WallClock, now};
 
-/// Where spans go when they have ended.
 #[derive(Debug, Clone)]
 pub(super) struct SpanQueue {
     pub(super) records: mpsc::Sender<SpanRecord>,
@@ -35,8 +34,7 @@ impl SpanQueue {
     }
 }
 
-/// A part of a turn's way. It begins when it is made, and ends when it is dropped. Empty, and
-/// without effect, if the turn isn't traced.
+/// A part of a turn's way. Empty, and without effect, if the turn isn't traced.
 #[derive(Debug, Default)]
 pub struct Span(Option<Box<OpenSpan>>);
 
@@ -45,7 +43,6 @@ struct OpenSpan {
     queue: Arc<SpanQueue>,
     clock: WallClock,
     began_at: Instant,
-    /// `None` only during the drop.
     record: Option<SpanRecord>,
 }
 
@@ -75,7 +72,6 @@ impl Span {
         Self(Some(Box::new(OpenSpan { queue, clock, began_at, record })))
     }
 
-    /// Begins a span that this span causes.
     #[must_use]
     pub fn child(&self, name: &'static str, kind: SpanKind) -> Self {
         let Some((open, parent)) = self.open() else { return Self::default() };
@@ -94,21 +90,18 @@ impl Span {
         Self(Some(Box::new(OpenSpan { queue, clock, began_at, record: Some(record) })))
     }
 
-    /// Sets an attribute.
     pub fn set(&mut self, key: &'static str, value: impl Into<Value>) {
         if let Some(record) = self.record_mut() {
             record.set(key, value.into());
         }
     }
 
-    /// Sets an attribute that may be unknown.
     pub fn set_known(&mut self, key: &'static str, value: Option<impl Into<Value>>) {
         if let Some(value) = value {
             self.set(key, value);
         }
     }
 
-    /// Says that the span failed, and why in few constant words.
     pub fn fail(&mut self, failure: &'static str) {
         if let Some(record) = self.record_mut() {
             record.failure = Some(failure);
@@ -153,7 +146,6 @@ impl Trace {
         Self(Some(Arc::new(Mutex::new(root))))
     }
 
-    /// Whether the turn is traced.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.0.is_some()
@@ -166,13 +158,11 @@ impl Trace {
         }
     }
 
-    /// Begins a span that the first span causes.
     #[must_use]
     pub fn child(&self, name: &'static str, kind: SpanKind) -> Span {
         self.0.as_ref().map_or_else(Span::default, |root| root.lock().child(name, kind))
     }
 
-    /// Runs `future` within a span of its own.
     pub async fn within<T>(&self, name: &'static str, future: impl Future<Output = T>) -> T {
         let _span = self.child(name, SpanKind::Internal);
         future.await
@@ -189,7 +179,6 @@ pub(super) fn unsampled(trace_id: TraceId) -> TraceParent {
     TraceParent { trace_id, span_id: new_span_id(), is_sampled: false }
 }
 
-/// Makes a trace's id. All of its bits are random.
 pub(super) fn new_trace_id() -> TraceId {
     TraceId(NonZeroU128::new(fastrand::u128(1..)).unwrap_or(NonZeroU128::MIN))
 }
