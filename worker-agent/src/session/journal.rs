@@ -1,23 +1,12 @@
 //! Keeps the journal: a file that tells the next agent which incarnations this agent left open.
 //!
-//! An incarnation is one life of a session in the engine, from its open to its close. The agent
-//! records an incarnation before it asks the engine to open it, so that the next agent can close
-//! what this agent leaves open. It records a tag, with which the engine keeps KV in its radix tree
-//! for longer, before it sends the tag's first turn. The session table decides what is recorded,
-//! and `owner` writes the records. The journal has a lock, which also keeps a second agent away
-//! from the same engine.
+//! An incarnation is recorded before it is opened, and a tag before its first turn is sent: the
+//! next agent can close what is left. The lock also keeps a second agent off the engine.
 //!
-//! The file is append-only, with one line per record. It is not synced to disk. A killed process
-//! loses nothing that it has written, and when the machine goes down, the engine's sessions are
-//! lost too. An incomplete last line is skipped, because the agent acts on a record only after its
-//! write has succeeded. The file is rewritten when most of its lines are obsolete.
-//!
-//! At a planned end, the agent writes the state of its sessions too, for its successor
-//! ([`Journal::hand_over`]). Any later record makes that state void: [`Journal::take_handover`]
-//! removes it from the file before anyone acts on it, so nobody takes up a state twice.
-//!
-//! A record that can't be written, because the disk is full for example, is not forgotten: the file
-//! is *behind*, and the next write or [`Journal::retry`] writes the whole file anew.
+//! The file is not synced: a killed process loses nothing that it wrote, and with the machine the
+//! engine's sessions are gone too. An incomplete last line is skipped, as the agent acts on a
+//! record only after its write. A record that can't be written leaves the file *behind*: the next
+//! write or [`Journal::retry`] writes the whole file anew. Any record after a hand-over voids it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,67 +22,48 @@ use service::{
 
 use super::handover::{HANDOVER_VERSION, HandedSession, Handover, Moment};
 
-/// The file is rewritten when it has more than this many lines per open incarnation, and more than
-/// [`LINES_KEPT_MAX`] lines.
+/// The file is rewritten beyond this many lines per open incarnation and [`LINES_KEPT_MAX`].
 const LINES_PER_INCARNATION_MAX: usize = 8;
-/// A file with at most this many lines is not rewritten.
 const LINES_KEPT_MAX: usize = 4096;
 
-/// One record of the journal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
-    /// The engine process that all following records refer to.
+    /// All following records refer to this engine process.
     Engine {
-        /// The process's identity.
         instance: String,
     },
-    /// An incarnation is about to be opened.
     Opening {
-        /// The incarnation's id.
         incarnation: String,
-        /// The rank that will hold the KV.
         dp_rank: u32,
     },
-    /// A turn of an incarnation is about to be sent. The earlier turns of the incarnation have
-    /// ended.
+    /// A turn is about to be sent. The incarnation's earlier turns have ended.
     Turn {
-        /// The incarnation's id.
         incarnation: String,
-        /// The turn's request id.
         rid: String,
     },
-    /// The first turn that the engine tags with an incarnation's id is about to be sent. An
-    /// incarnation that was opened needs no such record.
+    /// A tag's first turn is about to be sent. An incarnation that was opened needs no such record.
     Tag {
-        /// The incarnation's id.
         incarnation: String,
     },
     /// The engine holds nothing of an incarnation any more, and has no tag of it.
     Closed {
-        /// The incarnation's id.
         incarnation: String,
     },
 }
 
-/// What the journal knows of an incarnation that is opened and not closed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenIncarnation {
-    /// The rank that holds the KV.
     pub dp_rank: u32,
-    /// The request id of the newest turn, which may still run.
     pub rid: Option<String>,
 }
 
-/// Why the journal can't be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another agent holds the lock.
     #[error(
         "another agent is in charge of this engine: it holds {0}. Stop that one, or give this one \
          another engine"
     )]
     Locked(PathBuf),
-    /// The folder isn't safe to use, or a file in it can't be read or written.
     #[error(
         "can't keep the journal of open sessions: set `files.state_dir` to a folder of this \
          agent's own user (where it is not set, earlier versions used /tmp/berth-<uid>)"
@@ -101,7 +71,6 @@ pub enum Error {
     Folder(#[from] private_folder::Error),
 }
 
-/// The journal of one engine, locked for this process.
 #[derive(Debug)]
 pub struct Journal {
     folder: PrivateFolder,
@@ -111,27 +80,21 @@ pub struct Journal {
     _lock: File,
     /// What the records say together, written or not.
     state: JournalState,
-    /// The number of lines in the file since it was last rewritten, or since that was last tried.
+    /// Lines since the file was last rewritten, or since that was last tried.
     line_count: usize,
-    /// Whether the file lacks a record, or ends with an incomplete one. Then the file is rewritten
-    /// before the next record is written.
+    /// Whether the file lacks a record or ends with a torn one. It is rewritten before the next.
     is_behind: bool,
 }
 
-/// What all records together say: the engine process, and the incarnations and tags open in it.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct JournalState {
-    /// The engine process that the incarnations belong to.
     instance: Option<String>,
-    /// The incarnations that are opened and not closed, by id.
     open_incarnations: BTreeMap<String, OpenIncarnation>,
-    /// The tags that the engine may have, by incarnation id.
     tags: BTreeSet<String>,
-    /// What the agent hands over, if these are its last words.
+    /// Set if these are the agent's last words.
     handover: Option<Handover>,
 }
 
-/// A hand-over of which not all lines were read.
 struct PartialHandover {
     handover: Handover,
     sessions_left: usize,
@@ -168,7 +131,6 @@ impl JournalState {
         }
     }
 
-    /// Returns the shortest list of lines that leads to this state.
     fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.records().map(|record| record.to_line()).collect();
         if let Some(Handover { at, sessions }) = &self.handover {
@@ -185,7 +147,6 @@ impl JournalState {
         lines
     }
 
-    /// Returns the shortest list of records that leads to this state.
     fn records(&self) -> impl Iterator<Item = Record> {
         let engine =
             self.instance.iter().map(|instance| Record::Engine { instance: instance.clone() });
@@ -232,7 +193,7 @@ impl Record {
 }
 
 impl PartialHandover {
-    /// Parses the first line of a hand-over; `None` if it is none of a known version.
+    /// `None` if the line begins no hand-over of a known version.
     fn parse(line: &str) -> Option<Self> {
         let mut fields = line.strip_prefix("handover ")?.split(' ');
         let mut number = || fields.next()?.parse::<u64>().ok();
@@ -245,7 +206,6 @@ impl PartialHandover {
         is_known.then_some(Self { handover, sessions_left })
     }
 
-    /// Adds the session of a further line; `None` if the line has none.
     fn add(mut self, line: &str) -> Option<Self> {
         let session = serde_json::from_str::<HandedSession>(line.strip_prefix("session ")?).ok()?;
         self.sessions_left = self.sessions_left.checked_sub(1)?;
@@ -254,7 +214,7 @@ impl PartialHandover {
     }
 }
 
-/// Applies the records of all complete lines. Returns the resulting state and the number of lines.
+/// Applies all complete lines. Returns the resulting state and the number of lines.
 fn replay(text: &[u8]) -> (JournalState, usize) {
     let mut state = JournalState::default();
     let mut line_count = 0;
@@ -278,11 +238,8 @@ fn replay(text: &[u8]) -> (JournalState, usize) {
 }
 
 impl Journal {
-    /// Opens and locks the journal of the engine called `name` in the folder `dir`.
-    ///
-    /// # Errors
-    /// When another process holds the lock, another user could change the folder, or a file can't
-    /// be used.
+    /// Opens and locks the journal of the engine called `name`. Fails if another process holds the
+    /// lock or another user could change the folder.
     pub fn open(dir: &Path, name: &str) -> Result<Self, Error> {
         let folder = PrivateFolder::open(dir)?;
         let (lock_name, name) = (format!("{name}.lock"), format!("{name}.journal"));
@@ -307,49 +264,41 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Whether the journal is about the engine process `instance`.
     #[must_use]
     pub fn is_about(&self, instance: &str) -> bool {
         self.state.instance.as_deref() == Some(instance)
     }
 
-    /// Returns the incarnations that are open in the engine process `instance`. Empty if the
-    /// journal is about another process.
+    /// Empty if the journal is about another engine process.
     #[must_use]
     pub fn incarnations_left_open(&self, instance: &str) -> BTreeMap<String, OpenIncarnation> {
         if self.is_about(instance) { self.state.open_incarnations.clone() } else { BTreeMap::new() }
     }
 
-    /// Returns the tags that the engine process `instance` may have, by incarnation id. Empty if
-    /// the journal is about another process.
+    /// Incarnation ids; empty if the journal is about another engine process.
     #[must_use]
     pub fn tags_left_open(&self, instance: &str) -> BTreeSet<String> {
         if self.is_about(instance) { self.state.tags.clone() } else { BTreeSet::new() }
     }
 
-    /// Writes the state of the sessions for the next agent. This agent must change nothing more.
-    ///
-    /// # Errors
-    /// When it could not be written. Then the next agent closes the sessions.
+    /// Writes the sessions' state for the next agent; this one must change nothing more. If that
+    /// fails, the next agent closes the sessions.
     pub fn hand_over(&mut self, handover: Handover) -> Result<(), private_folder::Error> {
         self.state.handover = Some(handover);
         self.rewrite()
     }
 
-    /// Removes from the file what the last agent has handed over, and returns it. Returns `None` if
-    /// that is nothing, or if it can't be removed: then a later agent could take it up again.
     pub fn take_handover(&mut self) -> Option<Handover> {
         let handover = self.state.handover.take()?;
         self.is_behind = true;
+        // A hand-over that can't be removed is not used: a later agent could take it up again.
         self.rewrite().is_ok().then_some(handover)
     }
 
-    /// Writes a record, and those that could not be written before. When this succeeds, the next
-    /// agent will find them all.
+    /// Writes a record, and those that could not be written before.
     ///
     /// # Errors
-    /// When a record could not be written. Then nothing that relies on it may be done, and the
-    /// journal is behind until a later write or [`Self::retry`] succeeds.
+    /// Nothing that relies on the record may be done then.
     pub fn write(&mut self, record: &Record) -> Result<(), private_folder::Error> {
         self.state.apply(record);
         if self.is_behind {
@@ -371,16 +320,11 @@ impl Journal {
         Ok(())
     }
 
-    /// Whether the file lacks a record that could not be written.
     #[must_use]
     pub fn is_behind(&self) -> bool {
         self.is_behind
     }
 
-    /// Writes what could not be written before.
-    ///
-    /// # Errors
-    /// When that can't be written either.
     pub fn retry(&mut self) -> Result<(), private_folder::Error> {
         if self.is_behind { self.rewrite() } else { Ok(()) }
     }
@@ -389,7 +333,7 @@ impl Journal {
         self.folder.path().join(&self.name)
     }
 
-    /// Atomically replaces the file by the shortest list of records that leads to the state.
+    /// Atomically replaces the file by the shortest one that says the same.
     fn rewrite(&mut self) -> Result<(), private_folder::Error> {
         let lines = self.state.lines();
         self.file = self.folder.replace_file(&self.name, lines.concat().as_bytes())?;

@@ -1,21 +1,15 @@
 //! Names what the KV of a turn depends on besides its tokens and the weights, as one small value.
 //!
-//! The engine computes KV with an adapter, and keeps the KV of requests apart that have another
-//! cache salt or extra key. But it appends a turn to a streaming session whatever the turn names.
-//! So the session table compares the [`KvIdentity`] of each turn with that of its session's KV.
-//!
-//! `data_port` makes the value from a request's body. It holds hashes, no text. An adapter may be
-//! replaced by another of the same name, which a name alone can't tell: `table::adapters` closes
-//! the sessions that have KV of the earlier one.
+//! The engine keeps the KV of requests with other adapters, cache salts or extra keys apart, but it
+//! appends a turn to a streaming session whatever the turn names. The value holds hashes, no text.
+//! A name doesn't tell whether its adapter was replaced; `table::adapters` handles that.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-/// The adapter, the cache salt and the extra key of a turn. The default has none of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvIdentity {
-    /// The hash of the adapter's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     adapter: Option<u64>,
     /// The hash of the cache salt and the extra key; `None` without both.
@@ -27,14 +21,11 @@ pub struct KvIdentity {
 }
 
 impl KvIdentity {
-    /// The identity of a turn without an adapter, a cache salt and an extra key.
     pub const NONE: Self = Self { adapter: None, scope: None, is_unknown: false };
-    /// The identity of a turn whose body doesn't say what the engine will take. It matches no
-    /// other, not even itself.
+    /// Matches no other, not even itself.
     pub const UNKNOWN: Self = Self { adapter: None, scope: None, is_unknown: true };
 
-    /// Returns the identity of a turn that names these. An empty text counts as none, as for the
-    /// engine.
+    /// An empty text counts as none, as for the engine.
     #[must_use]
     pub fn new(adapter: Option<&str>, cache_salt: Option<&str>, extra_key: Option<&str>) -> Self {
         let cache_salt = cache_salt.filter(|text| !text.is_empty());
@@ -47,32 +38,27 @@ impl KvIdentity {
         }
     }
 
-    /// Whether KV with one of these identities is KV with the other.
     #[must_use]
     pub fn matches(self, other: Self) -> bool {
         self == other && self.is_known()
     }
 
-    /// Whether it is known what the engine will take.
     #[must_use]
     pub fn is_known(self) -> bool {
         !self.is_unknown
     }
 
-    /// Returns the hash of the adapter's name.
     #[must_use]
     pub fn adapter(self) -> Option<u64> {
         self.adapter
     }
 }
 
-/// Returns the hash of an adapter's name.
 pub(super) fn hash_adapter(name: &str) -> u64 {
     u64::from_be_bytes(first_bytes(Sha256::digest(name).as_slice()))
 }
 
-/// Returns one hash of both. Each text goes with its length, so that a part of one can't pass for a
-/// part of the other.
+/// Each text goes with its length, so that a part of one can't pass for a part of the other.
 fn hash_scope(cache_salt: Option<&str>, extra_key: Option<&str>) -> u128 {
     let mut hasher = Sha256::new();
     for text in [cache_salt, extra_key] {

@@ -1,17 +1,10 @@
 //! Holds the life of one session at the engine: its states, and how they follow each other.
 //!
-//! A pinned session keeps its KV and a request row to itself. The KV of any other session is in the
-//! radix tree. [`State`] says which of the two holds, and has the figures that only that state has.
-//! The shim is Berth's part in the engine's process. The session table (`super::table`) decides
-//! which change comes next. This module does no I/O and reads no clock.
-//!
-//! The tables below say where each event leads a session that a client opened as pinned, or as
-//! tagged for the two states in the tree (the session has had a turn then). They also say what
-//! follows: a turn or an open request is admitted or refused, the session is opened, closed or
-//! demoted at the engine, or the shim is asked for the session's history. An empty cell changes
-//! nothing, and a turn then waits. `running` is an open session with a turn inside the engine.
-//! `demoting` is a session whose room others need, `asked` is one that its owner or an operator
-//! demotes. A test compares every cell with the code.
+//! The tables say where each event leads a session that a client opened as pinned, or as tagged for
+//! the two states in the tree (it has had a turn then), and what follows. An empty cell changes
+//! nothing, and a turn then waits. `running` is an open session with a turn inside the engine. Of a
+//! `demoting` session others need the room, an `asked` one its owner or an operator demotes. A test
+//! compares every cell with the code.
 //!
 //! A turn arrives with a full history (which may open the session) or a delta:
 //!
@@ -78,37 +71,31 @@ use serde::{Deserialize, Serialize};
 
 use super::Error;
 
-/// A session's life at the engine, independent of its running turns. Only an unpinned session has
-/// a [`Tree`].
+/// A session's life at the engine. Only an unpinned session has a [`Tree`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) enum State {
     /// Pinned. The engine has not been asked to open the session.
     #[default]
     Planned,
-    /// Pinned. The engine was asked to open the session and has not answered.
+    /// Pinned. The engine has not answered yet.
     Opening(Row),
     /// Pinned and open.
     Open(Row),
-    /// Pinned. The shim is asked to demote the session. If it doesn't answer in time, the session
-    /// is closed at the engine. So it is if the shim refuses, unless `is_asked`: the session's
-    /// owner or an operator asked for the demotion. Then it stays open.
+    /// Pinned. If the shim doesn't demote the session, it is closed, or it stays open after a
+    /// refusal if `is_asked` (by its owner or an operator).
     Demoting { row: Row, request: ShimRequest, is_asked: bool },
-    /// Pinned. The engine has the session's history, but the KV is in the radix tree, where it can
-    /// be evicted.
+    /// Pinned. The engine has the history, but the KV is in the radix tree and can be evicted.
     Demoted,
-    /// Pinned. After a turn's end, or after a hand-over by the last agent process, the agent isn't
-    /// sure what history the engine has. `row` is `None` if the session was demoted before.
+    /// Pinned. The agent isn't sure of the engine's history. No `row`: it was demoted before.
     Suspect { row: Option<Row>, doubt: Doubt },
     /// Not pinned. Turns run on the radix tree.
     InTree(Tree),
     /// The session closes when its last running turn has ended.
     Closing(Kv),
-    /// The engine has nothing of the session any more. The agent keeps it to tell its client why.
-    /// `tree` is set if the session is not pinned.
+    /// The engine has nothing. The session stays to tell its client why. `tree`: not pinned.
     Gone { reason: GoneReason, tree: Option<Tree> },
 }
 
-/// The KV of a closing session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Kv {
     /// The session is pinned, but holds no row.
@@ -117,33 +104,29 @@ pub(super) enum Kv {
     Tree(Tree),
 }
 
-/// The request row and the KV of a pinned session. Only a close or a demotion frees them.
+/// The row and KV of a pinned session. Only a close or a demotion frees them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Row {
-    /// KV tokens that the session holds.
     pub(super) resident_tokens: u64,
-    /// KV tokens that the session may hold when its running turn ends, history included.
+    /// The most when the running turn ends, history included.
     pub(super) reserved_tokens: u64,
-    /// Id of a turn whose end the agent did not see. That turn may still be inside the engine.
+    /// A turn whose end the agent did not see, so it may still be inside the engine.
     pub(super) lost_rid: Option<String>,
 }
 
 /// The KV of a session that is not pinned.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Tree {
-    /// Whether the engine tags the KV with the session.
     pub(super) is_tagged: bool,
-    /// Whether the engine may have the tag, because a turn was sent with it. The journal has it.
+    /// Whether a turn was sent with the tag, so the engine may have it. The journal has it.
     pub(super) has_tag: bool,
-    /// An estimate of the KV tokens that the session still has in the radix tree.
+    /// An estimate of what the radix tree still has.
     pub(super) resident_tokens: u64,
-    /// The agent does not pin the session again before this time, because the session lost its pin
-    /// or found no room for it.
+    /// No pin before this time, because the session lost its pin or found no room for it.
     pub(super) no_pin_before: Option<Instant>,
 }
 
-/// What would clear a suspect session. The answer to the `request`, which was made since the doubt
-/// arose, must report the `expected` history.
+/// The answer to `request`, made since the doubt arose, must report the `expected` history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Doubt {
     pub(super) expected: ExpectedHistory,
@@ -152,18 +135,15 @@ pub(super) struct Doubt {
     pub(super) otherwise: GoneReason,
 }
 
-/// The request to the shim about a session whose answer the session awaits. The table numbers and
-/// sends the requests (`super::table::shim_requests`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ShimRequest {
-    /// The number that the answer repeats; `None` while no shim is there to be asked.
+    /// The answer repeats it; `None` while no shim is there to be asked.
     pub(super) number: Option<u64>,
-    /// If no answer has come by then, the session is closed at the engine. `None` while the request
-    /// waits in line for the first time.
+    /// Without an answer by then, the session is closed. `None` while it first waits in line.
     pub(super) until: Option<Instant>,
 }
 
-/// The history, in tokens, that the shim must report to clear a suspect session.
+/// In tokens, as the shim must report it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ExpectedHistory {
     Exactly(u64),
@@ -171,26 +151,21 @@ pub(super) enum ExpectedHistory {
     AtLeast(u64),
 }
 
-/// Why a session can't continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum GoneReason {
     EngineRestarted,
-    /// The agent isn't sure of the engine's history.
     HistoryUnknown,
-    /// Pages of the session's KV also belong to other sessions, or other sessions wrote to them.
     KvCorrupt,
     Reclaimed,
-    /// The agent restarted, and the new process could not prove what the engine has of the session.
+    /// The new agent process could not prove what the engine has of the session.
     NotTakenOver,
-    /// The engine's weights changed, so the session's KV is of older weights.
     WeightsChanged,
-    /// The adapter that has computed the session's KV was loaded or unloaded since.
+    /// The adapter of the session's KV was loaded or unloaded since.
     AdapterChanged,
 }
 
 impl GoneReason {
-    /// Returns why a session that is gone for this reason takes no turn.
     pub(super) fn to_error(self) -> Error {
         match self {
             Self::EngineRestarted => Error::Lost,
@@ -205,7 +180,6 @@ impl GoneReason {
 }
 
 impl Row {
-    /// Returns the KV tokens that the session holds or may hold when its running turn ends.
     pub(super) fn tokens_max(&self) -> u64 {
         self.resident_tokens.max(self.reserved_tokens)
     }
@@ -243,7 +217,6 @@ impl State {
         }
     }
 
-    /// Returns the KV in the radix tree of a session that is not pinned.
     pub(super) fn tree(&self) -> Option<&Tree> {
         match self {
             Self::InTree(tree)
@@ -280,7 +253,6 @@ impl State {
         matches!(self, Self::Gone { .. })
     }
 
-    /// Returns the request about the session whose answer the session awaits.
     pub(super) fn shim_request(&self) -> Option<ShimRequest> {
         match *self {
             Self::Demoting { request, .. } | Self::Suspect { doubt: Doubt { request, .. }, .. } => {
@@ -290,7 +262,6 @@ impl State {
         }
     }
 
-    /// Notes until when the shim's answer about the session is awaited.
     pub(super) fn await_shim_until(&mut self, until: Instant) {
         if let Self::Demoting { request, .. } | Self::Suspect { doubt: Doubt { request, .. }, .. } =
             self
@@ -299,20 +270,17 @@ impl State {
         }
     }
 
-    /// Lets a suspect session await the answer to another request.
     pub(super) fn request_again(&mut self, again: ShimRequest) {
         if let Self::Suspect { doubt: Doubt { request, .. }, .. } = self {
             *request = again;
         }
     }
 
-    /// Returns the id of a turn that may still be inside the engine.
     pub(super) fn lost_rid(&self) -> Option<String> {
         self.row().and_then(|row| row.lost_rid.clone())
     }
 
-    /// Reserves KV for a turn that runs in the session, and takes a row if the session holds none.
-    /// Returns whether it held none.
+    /// Takes a row if the session holds none, and returns whether it held none.
     pub(super) fn reserve(&mut self, reserved_tokens: u64) -> bool {
         if let Some(row) = self.row_mut() {
             row.reserved_tokens = reserved_tokens;
@@ -322,28 +290,26 @@ impl State {
         true
     }
 
-    /// Gives back the KV that was reserved for a turn's growth.
     pub(super) fn release_reserved(&mut self) {
         if let Some(row) = self.row_mut() {
             row.reserved_tokens = 0;
         }
     }
 
-    /// Notes that the agent did not see the end of a turn, which may still run in the session.
     pub(super) fn note_lost_turn(&mut self, rid: &str) {
         if let Some(row) = self.row_mut() {
             row.lost_rid = Some(rid.to_owned());
         }
     }
 
-    /// Clears a suspect session. `row`: what it holds, as the shim reports.
+    /// `row`: what the session holds, as the shim reports.
     pub(super) fn clear_doubt(&mut self, row: Option<Row>) {
         if matches!(self, Self::Suspect { .. }) {
             *self = row.map_or(Self::Demoted, Self::Open);
         }
     }
 
-    /// Moves the row of a session that holds one to another state.
+    /// Does nothing to a session without a row.
     pub(super) fn move_row(&mut self, to: impl FnOnce(Row) -> State) {
         *self = match mem::take(self) {
             Self::Opening(row)
@@ -354,7 +320,6 @@ impl State {
         };
     }
 
-    /// Takes the row from a session whose KV has gone to the radix tree.
     pub(super) fn drop_row(&mut self) {
         self.move_row(|_| Self::Demoted);
         if let Self::Closing(kv @ Kv::Row(_)) = self {
@@ -362,14 +327,12 @@ impl State {
         }
     }
 
-    /// Notes that the radix tree has no KV that a session which is not pinned can use.
     pub(super) fn forget_tree_kv(&mut self) {
         if let Self::InTree(tree) | Self::Closing(Kv::Tree(tree)) = self {
             tree.resident_tokens = 0;
         }
     }
 
-    /// Notes that the engine may have the tag of a session that is not pinned.
     pub(super) fn note_tag(&mut self) {
         if let Self::InTree(tree)
         | Self::Closing(Kv::Tree(tree))
@@ -379,21 +342,18 @@ impl State {
         }
     }
 
-    /// Lets a session go on that lost its KV and is not pinned. Only evictable KV was lost, which
-    /// the next turn computes again.
+    /// Only evictable KV was lost, which the next turn computes again.
     pub(super) fn continue_in_tree(&mut self) {
         if let Self::Gone { tree: Some(tree), .. } = self {
             *self = Self::InTree(mem::take(tree));
         }
     }
 
-    /// Lets the session close when its last running turn has ended.
     pub(super) fn begin_closing(&mut self) {
         *self = Self::Closing(mem::take(self).into_kv());
     }
 
-    /// Takes from the session all that it had at the engine. A closing session stays closing. Any
-    /// other is gone for `reason`.
+    /// Takes all that the session had at the engine. A closing session stays closing.
     pub(super) fn lose(&mut self, reason: GoneReason) {
         let is_closing = self.is_closing();
         let tree = match mem::take(self).into_kv() {

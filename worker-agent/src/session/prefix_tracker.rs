@@ -1,50 +1,33 @@
 //! Finds a volatile prefix: a text early in a session's prompts that differs from turn to turn.
 //!
-//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
-//! and its answer. A typical volatile prefix is a timestamp in the system prompt. The engine
-//! computes everything after such a text again in each turn, so the agent reports where the text
-//! stands.
-//!
-//! A session may also get asides: prompts of another conversation, such as a request for a title.
-//! The tracker tells them from the session's own conversation, and sees when that is replaced.
-//!
-//! The tracker compares each full history (a prompt with all earlier turns) with an earlier one,
-//! block by block. A block here is one content block of a message or of the system prompt, or the
-//! whole list `tools`. It has nothing to do with KV blocks. The tracker keeps hashes and places of
-//! a prompt's first blocks, never text. It does no I/O.
-//!
-//! `data_port` fills a [`PromptStart`] from each request's body. When the turn is admitted,
-//! `table::volatile_prefix` passes it to the session's [`PrefixTracker`], and later how the shim
-//! compared the prompt. It reports what the tracker finds; load reports show that to operators.
+//! The engine computes everything after such a text again in each turn. A block here is one content
+//! block of a message or of the system prompt, or the whole list `tools`; it has nothing to do with
+//! KV blocks. The tracker keeps hashes and places of a prompt's first blocks, never text. An
+//! *aside* is a prompt of another conversation in the session, such as a request for a title.
 
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// The most blocks that are kept of a prompt, 16 bytes each. Coding agents begin with 1 to 4 system
-/// blocks, which leaves about a dozen to messages. The reader of request bodies also visits at most
-/// this many messages, and at most this many content blocks of each message.
+/// 16 bytes each. Coding agents begin with 1 to 4 system blocks, which leaves about a dozen to
+/// messages. Also the most messages that are visited, and content blocks of each.
 pub const BLOCKS_MAX: usize = 16;
-/// A difference counts as early within this many bytes of the beginning of a prompt's text. These
-/// are about 4,096 tokens.
+/// About 4,096 tokens from the beginning of a prompt's text.
 const EARLY_BYTES_MAX: usize = 16 * 1024;
-/// The most bytes of `tools` that are compared. Coding agents send 20 to 100 KiB.
+/// Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
-/// The most bytes that are compared of a late block, that is, of a block after the first
-/// [`EARLY_BYTES_MAX`] bytes. Late blocks only show whether two prompts belong to the same
-/// conversation.
+/// Blocks after the first [`EARLY_BYTES_MAX`] only show whether two prompts are one conversation.
 const LATE_BYTES_MAX: usize = 4 * 1024;
-/// The most late message blocks that are kept. One equal block is enough to recognize the
-/// conversation. The others are kept because a client may edit its newest message.
+/// One equal late message block is enough to recognize the conversation. The others are kept
+/// because a client may edit its newest message.
 const LATE_BLOCKS_MAX: usize = 3;
 /// In a prompt without blocks, a difference within this many tokens counts as early.
 const EARLY_TOKENS_MAX: u64 = 4096;
-/// Two token indices count as one place if they differ by at most this many tokens. Random texts at
-/// one place may begin with the same few tokens, so the index of the first difference varies.
+/// Random texts at one place may begin with the same few tokens, so the index varies so much.
 const SAME_PLACE_TOKENS_MAX: u64 = 16;
-/// The number of turns in a row that must differ at one place before the agent reports the place.
+/// Turns in a row must differ at one place before the agent reports the place.
 const STREAK_TURNS_MIN: u64 = 3;
 
-/// The place of a block in the request body: a [`PromptPlace`] in three bytes instead of twelve.
+/// A [`PromptPlace`] in three bytes instead of twelve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     role: PromptRole,
@@ -52,13 +35,11 @@ struct Place {
     block: u8,
 }
 
-/// One block of a prompt, as a hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Block {
     hash: u64,
     place: Place,
-    /// Whether the block begins in the first [`EARLY_BYTES_MAX`] bytes of the prompt's text, or is
-    /// `tools`.
+    /// Whether the block begins in the first [`EARLY_BYTES_MAX`] of text, or is `tools`.
     is_early: bool,
 }
 
@@ -70,35 +51,27 @@ pub struct PromptStart {
     blocks: Vec<Block>,
     /// Bytes of text in the blocks, at most [`EARLY_BYTES_MAX`]. Excludes `tools`.
     early_bytes: usize,
-    /// Whether the body holds only the end of the prompt.
     is_continued: bool,
 }
 
-/// Compares the beginnings of one session's prompts, to find a volatile prefix.
 #[derive(Debug, Clone, Default)]
 pub struct PrefixTracker {
-    /// The blocks of the latest prompt of the session's conversation.
+    /// Of the latest prompt of the session's conversation.
     conversation_blocks: Vec<Block>,
-    /// The blocks of the longest prompt of another conversation that has come since the session's
-    /// own has grown. Empty if none has.
+    /// Of the longest prompt of another conversation since the session's own has grown.
     other_blocks: Vec<Block>,
-    /// How the newest prompt relates to `conversation_blocks`.
     relation: Relation,
     streak: Option<Streak>,
     volatile_prefix: Option<VolatilePrefix>,
 }
 
-/// How a prompt relates to an earlier one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Relation {
-    /// The prompt has no blocks, so only the shim can compare it.
     #[default]
     NoBlocks,
-    /// The early blocks are equal.
     Same,
     /// Same conversation, but the early block at this place differs.
     Changed(Place),
-    /// The prompt belongs to another conversation.
     OtherConversation,
     /// The prompt continues another conversation, which is now the session's.
     Moved,
@@ -107,16 +80,15 @@ enum Relation {
 /// Turns in a row whose prompts differed at one place.
 #[derive(Debug, Clone, Copy)]
 struct Streak {
-    /// The block that differs. `None` if the prompts have no blocks.
+    /// `None` if the prompts have no blocks.
     place: Option<Place>,
-    /// The lowest index of a token that differs, if the shim has reported one.
+    /// The lowest that differs, if the shim has reported one.
     token_index: Option<u64>,
     turns: u64,
 }
 
 impl Block {
-    /// Whether the block belongs to the messages of the conversation, not to the instructions and
-    /// tools that a client puts before them.
+    /// Not one of the instructions and tools that a client puts before the conversation.
     fn is_message(&self) -> bool {
         use PromptRole::{Developer, Instructions, System, Tools};
         !matches!(self.place.role, System | Developer | Instructions | Tools)
@@ -124,8 +96,7 @@ impl Block {
 }
 
 impl PromptStart {
-    /// Returns the start of a prompt of which the body holds only the end, because the engine has
-    /// the rest. It shows no blocks, and belongs to its session.
+    /// The engine has the rest of such a prompt, so it belongs to its session.
     #[must_use]
     pub fn continued() -> Self {
         Self { is_continued: true, ..Self::default() }
@@ -138,8 +109,7 @@ impl PromptStart {
         self.blocks.len() == BLOCKS_MAX || late_blocks.count() == LATE_BLOCKS_MAX
     }
 
-    /// Adds a block, given in parts. Does nothing if the start [`is_full`](Self::is_full), or if
-    /// `message` or `block` is above 255.
+    /// Does nothing if the start [`is_full`](Self::is_full), or `message` or `block` is above 255.
     pub fn push(&mut self, role: PromptRole, message: usize, block: usize, parts: &[&[u8]]) {
         let (Ok(message), Ok(block)) = (u8::try_from(message), u8::try_from(block)) else { return };
         if self.is_full() {
@@ -161,8 +131,7 @@ impl PromptStart {
     }
 }
 
-/// Hashes at most the first `bytes_max` bytes of a block, given in parts. Returns the hash and the
-/// number of bytes hashed.
+/// Returns the hash of the first `bytes_max` bytes, and the number of bytes hashed.
 fn hash_parts(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
     if let [part] = parts {
         let bytes = part.len().min(bytes_max);
@@ -179,8 +148,7 @@ fn hash_parts(parts: &[&[u8]], bytes_max: usize) -> (u64, usize) {
 }
 
 impl PrefixTracker {
-    /// Whether a prompt that begins so belongs to another conversation than the session's own.
-    /// `None` if that can't be told, because one of both shows no blocks.
+    /// Whether the prompt belongs to another conversation; `None` if one of both has no blocks.
     #[must_use]
     pub fn is_aside(&self, start: &PromptStart) -> Option<bool> {
         if start.is_continued {
@@ -190,8 +158,7 @@ impl PrefixTracker {
         can_tell.then(|| self.relate(start) == Relation::OtherConversation)
     }
 
-    /// Records the start of a prompt of another conversation. It may be a request for a title, or
-    /// belong to a subagent, or begin what replaces the session's conversation.
+    /// The prompt may ask for a title, be a subagent's, or begin what replaces the conversation.
     pub fn record_aside(&mut self, start: PromptStart) {
         // A shorter one in between, such as a title, doesn't end a longer one.
         if start.blocks.len() > self.other_blocks.len() {
@@ -206,14 +173,12 @@ impl PrefixTracker {
         self.relation == Relation::Moved
     }
 
-    /// Returns the session's volatile prefix, if one was found.
     #[must_use]
     pub fn volatile_prefix(&self) -> Option<VolatilePrefix> {
         self.volatile_prefix
     }
 
-    /// Records the start of a full history that goes to the engine. Returns the volatile prefix if
-    /// this turn is the first to reveal it.
+    /// Records a full history. Returns a volatile prefix once, when it is found.
     pub fn record_prompt_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
             self.relation = Relation::NoBlocks;
@@ -247,8 +212,7 @@ impl PrefixTracker {
         newly_found
     }
 
-    /// Returns how a prompt with these blocks relates to the session's conversation. The client has
-    /// left that for another one if a prompt continues the other and is longer than before.
+    /// The client has left its conversation if a prompt continues another, longer than before.
     fn relate(&self, start: &PromptStart) -> Relation {
         let relation = compare(&self.conversation_blocks, &start.blocks);
         let continues_other = !self.other_blocks.is_empty()
@@ -262,10 +226,8 @@ impl PrefixTracker {
         relation
     }
 
-    /// Records that the newest prompt shares only its first `shared_tokens` tokens with the
-    /// session's history, as the shim (Berth's part in the engine's process) reported. `is_longer`:
-    /// the prompt has more tokens than the history, as a continued history would have. Returns the
-    /// volatile prefix if this turn is the first to reveal it.
+    /// Records how many tokens the newest prompt shares with the session's history, as the shim
+    /// found. `is_longer`: the prompt has more tokens than the history, as a continued one would.
     pub fn record_divergence(
         &mut self,
         shared_tokens: u64,
@@ -293,15 +255,13 @@ impl PrefixTracker {
         }
     }
 
-    /// Records the shim's report that the newest prompt continues the session's history.
     pub fn record_continuation(&mut self) {
         if self.relation == Relation::NoBlocks {
             self.streak = None;
         }
     }
 
-    /// Counts a turn whose prompt differs at `place`, or at `token_index` if it has no blocks.
-    /// Returns the volatile prefix if this turn is the first to reveal it.
+    /// Counts a turn that differs at `place`, or at `token_index` if its prompt has no blocks.
     fn extend_streak(
         &mut self,
         place: Option<Place>,
@@ -349,8 +309,8 @@ impl PrefixTracker {
     }
 }
 
-/// Returns how a new prompt relates to an earlier one. Prompts that differ early belong to the same
-/// conversation if a later message of the new prompt is also in the old one, at the same place.
+/// Prompts that differ early belong to the same conversation if a later message of the new one is
+/// also in the old one, at the same place.
 fn compare(old_blocks: &[Block], new_blocks: &[Block]) -> Relation {
     let mut block_pairs = old_blocks.iter().zip(new_blocks);
     let Some(index) =
@@ -371,13 +331,11 @@ fn compare(old_blocks: &[Block], new_blocks: &[Block]) -> Relation {
     }
 }
 
-/// Whether a conversation with these blocks has grown, now that its prompt begins so. A prompt of
-/// which further blocks aren't kept counts as grown.
+/// A prompt of which further blocks aren't kept counts as grown.
 fn has_grown(old_blocks: &[Block], start: &PromptStart) -> bool {
     start.is_full() || start.blocks.len() > old_blocks.len()
 }
 
-/// Returns the lower of two token indices, or the one that is known.
 fn min_token_index(first: Option<u64>, second: Option<u64>) -> Option<u64> {
     first.into_iter().chain(second).min()
 }

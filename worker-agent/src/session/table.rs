@@ -1,37 +1,9 @@
 //! Holds the session table: it decides which turns run, and when sessions open and close.
 //!
-//! A session is a conversation: ordered turns that share a growing prefix. A turn is one request
-//! and its answer. An incarnation is one life of a session inside the engine. A pinned session
-//! keeps its KV and a request row to itself. The KV of other sessions is in the radix tree. A table
-//! holds the sessions of one engine.
-//!
-//! The owner task (`crate::owner`) tells the table what happened and carries out the [`Effect`]s
-//! that the table returns. The table never waits, reads no clock, and doesn't talk to the engine.
-//!
-//! Each turn goes through these steps:
-//! - [`Table::claim`] claims the turn's session before the turn's body is read (`claims`).
-//! - [`Table::admit`] puts the turn into the queue, with the room that it needs (`admission`).
-//! - [`Effect::Admitted`] or [`Effect::Refused`] follows, at once or when there is room.
-//! - [`Table::end_turn`] ends the turn (`ends`).
-//!
-//! The table consists of parts. Each part has its own figures, and keeps and checks them by itself:
-//! - [`Sessions`]: the sessions, their incarnation ids, and what they hold on each rank.
-//! - [`Tickets`]: turns and open requests, their queue, and each rank's load of turns.
-//! - [`Closes`]: the closes that the engine has not confirmed, with what they hold. It sends them.
-//! - [`ShimRequests`]: the requests to the shims that await an answer or wait in line.
-//! - [`RankShims`]: each rank's shim, and what the sessions of other clients hold.
-//! - [`QueuePace`]: how soon a turn that is refused would find a place.
-//! - [`Effects`]: what the owner task must do next.
-//!
-//! A part never calls the table or another part, except that parts add [`Effects`]. The rules need
-//! several parts, so they are functions of [`Table`], by topic: `claims`, `admission` and `ends` as
-//! above; `overdue` refuses what waited too long, `capacity` computes room, `reclaim` frees room,
-//! `shares` bounds what one principal may have, `closing` closes incarnations, `engine` handles
-//! reports of the engine and the shim, `trim` runs full histories in pinned sessions, `handover`
-//! hands the sessions over to the next agent process, `tags` closes the tags of sessions, `backlog`
-//! estimates the prompt tokens that wait, `weights` keeps sessions from KV of older weights and
-//! `adapters` from that of replaced adapters, and `volatile_prefix` looks for texts that change
-//! from turn to turn. `invariants` checks the promises.
+//! It never waits, reads no clock, and doesn't talk to the engine: the owner task carries out its
+//! [`Effect`]s. A part of the table (a field) keeps and checks figures of its own, and never calls
+//! another part or the table, but for adding [`Effects`]. Rules need several parts, so they are
+//! functions of [`Table`], by topic.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -104,8 +76,7 @@ pub use self::{
     weights::WeightsReport,
 };
 
-/// All sessions and turns of one engine. Its many fields: each is a part that the decisions of the
-/// other modules need together.
+/// Its many fields: each is a part that the decisions of the other modules need together.
 #[derive(Debug)]
 pub struct Table {
     settings: TableSettings,
@@ -118,16 +89,13 @@ pub struct Table {
     shims: RankShims,
     shim_requests: ShimRequests,
     queue_pace: QueuePace,
-    /// What the owner task must do next.
     effects: Effects,
     /// Why the engine counts as silent; `None` while it speaks.
     silent_reason: Option<String>,
     weights: WeightsState,
-    /// When the first turn that waits for its session's history has waited long enough.
     history_awaited_until: Option<Instant>,
 }
 
-/// What the owner task must do next, in order.
 #[derive(Debug, Default)]
 struct Effects(Vec<Effect>);
 
@@ -144,7 +112,7 @@ impl Effects {
         self.push(Effect::SessionEvent(key.clone(), event));
     }
 
-    /// Reports that a session has changed. Consecutive changes of one session are reported once.
+    /// Consecutive changes of one session are reported once.
     fn report_change(&mut self, key: &SessionKey) {
         if !matches!(self.0.last(), Some(Effect::SessionChanged(changed)) if changed == key) {
             self.push(Effect::SessionChanged(key.clone()));
@@ -153,7 +121,6 @@ impl Effects {
 }
 
 impl Table {
-    /// Returns an empty table.
     #[must_use]
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
         let mut closes = Closes::new(settings.stuck_after);
@@ -177,12 +144,8 @@ impl Table {
         table
     }
 
-    /// Closes a session, now or when its running turns have ended. Returns true if the session
-    /// is still in the table, because it waits for running turns or for the engine's answer to its
-    /// open.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSession`] if the session doesn't exist or is already closing.
+    /// Closes a session when its running turns have ended. Returns true if it is still in the
+    /// table, for them or for the engine's answer to its open.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.process_queue(now);
@@ -190,11 +153,7 @@ impl Table {
         Ok(self.sessions.has(key))
     }
 
-    /// Does what [`Self::close_session`] does. With `only_if_idle`, refuses to close a session of
-    /// which a turn runs or waits.
-    ///
-    /// # Errors
-    /// See [`Error`].
+    /// With `only_if_idle`, refuses to close a session of which a turn runs or waits.
     pub fn close_session_if(
         &mut self,
         now: Instant,
@@ -205,7 +164,7 @@ impl Table {
         if only_if_idle && has_turns { Err(Error::Busy) } else { self.close_session(now, key) }
     }
 
-    /// Does what [`Self::close_session`] does, but decides on no waiting ticket.
+    /// Decides on no waiting ticket.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
         match session.state {
@@ -226,7 +185,6 @@ impl Table {
         Ok(())
     }
 
-    /// Closes every session. Running turns end first; waiting turns are refused.
     pub fn drain(&mut self, now: Instant) {
         self.refuse_waiting(now, &Error::Stopping);
         let keys = self.sessions.keys(|_| true);
@@ -234,9 +192,7 @@ impl Table {
         keys.iter().for_each(|key| drop(self.close_session(now, key)));
     }
 
-    /// Does everything whose deadline has passed. Closes sessions whose idle limit has passed, or
-    /// that waited too long for an answer of the shim. Demotes idle sessions that the agent pinned
-    /// on its own. Repeats unconfirmed closes, and refuses turns that waited too long.
+    /// Does everything whose deadline has passed; see [`Self::next_deadline`].
     pub fn run_deadlines(&mut self, now: Instant) {
         if self.sessions.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.run_session_deadlines(now);
@@ -249,7 +205,6 @@ impl Table {
         self.refuse_overdue(now);
     }
 
-    /// Closes and demotes the sessions whose deadline has passed.
     fn run_session_deadlines(&mut self, now: Instant) {
         for key in self.sessions.due(now) {
             // What was done about another session may have changed this one.
@@ -268,7 +223,6 @@ impl Table {
         self.process_queue(now);
     }
 
-    /// Returns when [`Self::run_deadlines`] must be called next.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let oldest_since = self.tickets.oldest_since();
@@ -283,13 +237,11 @@ impl Table {
         deadlines.into_iter().flatten().min()
     }
 
-    /// Returns the effects that the owner task must carry out now, in order.
     #[must_use]
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects.0)
     }
 
-    /// Returns the totals of one rank.
     #[must_use]
     pub fn totals(&self, dp_rank: u32) -> RankTotals {
         let guards = self.settings.guards;
@@ -311,43 +263,36 @@ impl Table {
         }
     }
 
-    /// Returns a session.
     #[must_use]
     pub fn get(&self, key: &SessionKey) -> Option<&Session> {
         self.sessions.get(key)
     }
 
-    /// Returns all sessions, by key.
     pub fn iter(&self) -> impl Iterator<Item = (&SessionKey, &Session)> {
         self.sessions.iter()
     }
 
-    /// Returns the ids of the turns inside the engine.
     pub fn rids_inside(&self) -> impl Iterator<Item = &str> {
         self.tickets.inside().map(|(rid, ..)| rid)
     }
 
-    /// Returns the number of turns inside the engine.
     #[must_use]
     pub fn turns_inside(&self) -> usize {
         self.tickets.turns_inside()
     }
 
-    /// Returns the number of closes that the engine has not confirmed, plus sessions that are
-    /// opening or closing.
+    /// Closes that the engine has not confirmed, and sessions that are opening or closing.
     #[must_use]
     pub fn pending_count(&self) -> usize {
         let ranks = self.sessions.all_ranks();
         self.closes.len() + ranks.map(|rank| rank.opening + rank.closing).sum::<usize>()
     }
 
-    /// Changes a session, and reports that.
     fn change_session<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
         self.sessions.change(&mut self.effects, key, change)
     }
 
-    /// Removes a session, and refuses the turns that wait for it. The engine holds nothing of the
-    /// session, or its close has begun.
+    /// The engine must hold nothing of the session, or its close must have begun.
     fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
         self.sessions.remove(&mut self.effects, key);
         let queue = self.tickets.queue().iter();
@@ -356,8 +301,7 @@ impl Table {
         rids.iter().for_each(|rid| self.refuse_ticket(now, rid, error.clone()));
     }
 
-    /// Makes room for each rank of the engine in the parts of the table. Figures of ranks that no
-    /// longer exist stay, because turns there must still end.
+    /// Figures of ranks that no longer exist stay, because turns there must still end.
     fn add_ranks(&mut self) {
         let rank_count = self.engine.ranks.len();
         self.sessions.set_engine(rank_count, self.engine.page_tokens);

@@ -1,39 +1,27 @@
 //! Describes a turn to and from the session table: what it may need, how it runs, how it ended.
-//!
-//! A turn is one request of a session and its answer. A pinned session keeps its KV and a request
-//! row to itself. These types are plain values, without state or I/O. `data_port` takes a [`Need`]
-//! from a request's body and an [`Outcome`] from its answer, and `owner` passes them to the table.
-//! The table returns a [`Turn`] for each turn that may go to the engine.
 
 use proto::{id::SessionKey, load::Retention};
 
 use super::KvIdentity;
 
-/// How an admitted turn is sent to the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Turn {
-    /// The turn's session. `None` for a turn without a session.
+    /// `None` for a turn without a session.
     pub session: Option<TurnSession>,
-    /// The DP rank to run on.
     pub dp_rank: u32,
-    /// The most KV tokens that the turn may add to its pinned session. `None` if the turn doesn't
-    /// run in a pinned session.
+    /// The most KV tokens that the turn may add to its pinned session; `None` outside of one.
     pub growth_tokens_max: Option<u64>,
-    /// The weights epoch at the turn's admission.
     pub weights_epoch: u64,
-    /// How the turn runs. `None` while that isn't known, because the shim (Berth's part in the
-    /// engine's process) must first compare the prompt with the session's history.
+    /// `None` while the shim must first compare the prompt with the session's history.
     pub run_mode: Option<RunMode>,
 }
 
 impl Turn {
-    /// Whether the turn was admitted to a pinned session.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.retention == Retention::Pinned)
     }
 
-    /// Returns the incarnation id with which the engine may tag the turn's KV.
     #[must_use]
     pub fn tag(&self) -> Option<&str> {
         let session = self.session.as_ref()?;
@@ -41,7 +29,6 @@ impl Turn {
         (may_tag && self.run_mode != Some(RunMode::Untagged)).then_some(&session.incarnation)
     }
 
-    /// Lets a turn that was to run tagged run without its tag. Changes no other turn.
     pub fn drop_tag(&mut self) {
         if let (Some(RunMode::Tagged), Some(session)) = (self.run_mode, &mut self.session) {
             session.retention = Retention::None;
@@ -50,18 +37,14 @@ impl Turn {
     }
 }
 
-/// How a session's turn runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RunMode {
-    /// In the KV that the session keeps to itself. The engine computes only the new tokens.
+    /// In the session's own KV. The engine computes only the new tokens.
     Pinned,
-    /// As the first turn of a new incarnation (a new life of the session in the engine), because
-    /// the engine's history was not what the client sent.
+    /// As the first turn of a new incarnation, because the engine's history was another one.
     Reopened,
-    /// On the radix tree. The engine tags the turn's KV with the session, and evicts it after
-    /// untagged KV.
+    /// On the radix tree. The engine evicts the turn's KV after untagged KV.
     Tagged,
-    /// On the radix tree, without a tag.
     Untagged,
 }
 
@@ -78,61 +61,46 @@ impl RunMode {
     }
 }
 
-/// The session that a turn runs in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TurnSession {
-    /// The session's key.
     pub key: SessionKey,
-    /// The incarnation id, which names the session to the engine.
     pub incarnation: String,
-    /// The retention that the turn's request to the engine asks for.
+    /// What the request to the engine asks for.
     pub retention: Retention,
-    /// Set if the turn holds a full history (the whole conversation) that the shim must trim to the
-    /// tokens that the session lacks.
+    /// Set if the shim must trim the turn's full history.
     pub trim: Option<TrimRequest>,
 }
 
-/// What the shim is told about a turn that holds a full history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrimRequest {
-    /// The most prompt tokens with which the turn may run in the session. If the prompt has more,
-    /// the turn runs outside the session.
+    /// With more prompt tokens, the turn runs outside the session.
     pub tokens_max: u64,
-    /// Whether the shim must refuse a prompt that doesn't continue the session's history, because
-    /// other clients rely on that history. The shim then never runs the turn outside the session.
+    /// Whether the shim refuses a prompt that doesn't continue the session's history, because other
+    /// clients rely on that history. The turn then never runs outside the session.
     pub must_continue: bool,
 }
 
-/// Upper bounds of what a turn may need. They are taken from the turn's body.
+/// Upper bounds of what a turn may need, from its body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Need {
-    /// The most prompt tokens that the turn's body can hold.
     pub prompt_tokens: u64,
-    /// The most tokens of the turn's answer. `None`: as many as the context allows.
+    /// `None`: as many as the context allows.
     pub answer_tokens: Option<u64>,
-    /// The sequences (its prompts times the answers to each) that the engine runs for the turn side
-    /// by side. 0 counts as 1.
+    /// Prompts times answers to each, which run side by side. 0 counts as 1.
     pub sequences: u32,
-    /// Whether a batch of more sequences than its client's share counts as the share and runs. It
-    /// generates nothing, so it ends soon.
+    /// A batch over its client's share counts as the share: it generates nothing, so it ends soon.
     pub is_clamped_batch: bool,
-    /// The tokens of the answer that the client expects, if it says so. No bound.
     pub likely_answer_tokens: Option<u64>,
-    /// Whether `prompt_tokens` is exact, because the body holds token ids. Otherwise
-    /// `prompt_tokens` is an upper bound.
+    /// Whether `prompt_tokens` is exact, because the body holds token ids.
     pub is_exact: bool,
-    /// Whether the turn ignores the end of its answer (`ignore_eos`), so that the engine reserves
-    /// room for the longest answer.
+    /// With `ignore_eos`, the engine reserves room for the longest answer.
     pub ignores_eos: bool,
-    /// Leading prompt tokens that are in the engine's cache, as the turn's sender says (a router,
-    /// usually). The engine doesn't compute these tokens, but they need room too.
+    /// As the turn's sender says. The engine doesn't compute these tokens, but they need room too.
     pub resident_tokens: u64,
-    /// Which KV the turn can continue. No bound.
     pub kv: KvIdentity,
 }
 
 impl Need {
-    /// Returns the places for turns that the turn takes in the engine.
     #[must_use]
     pub fn places(&self) -> u32 {
         self.sequences.max(1)
@@ -140,8 +108,7 @@ impl Need {
 }
 
 impl RouteTurns {
-    /// Returns how a turn of a session really runs that is to run as `planned`: on a route without
-    /// tags, only a shim that trims lets it run tagged.
+    /// On a route without tags, only a shim that trims can tag a turn.
     #[must_use]
     pub fn run_mode(self, planned: RunMode, shim_trims: bool) -> RunMode {
         match (self, planned) {
@@ -151,34 +118,27 @@ impl RouteTurns {
     }
 }
 
-/// Token counts that the engine reported for a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
-    /// Tokens of the whole prompt, history included.
+    /// History included.
     pub prompt_tokens: u64,
-    /// Tokens of the answer.
     pub completion_tokens: u64,
     /// Prompt tokens whose KV was resident, if the engine reports them.
     pub cached_tokens: Option<u64>,
-    /// How many times the engine took the turn out of its batch and put it back.
+    /// How often the engine took the turn out of its batch and put it back.
     pub retractions: u64,
 }
 
-/// How a turn ended, as the engine acknowledged it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// The engine finished the turn. Usage is absent if the route doesn't report it.
     Finished(Option<Usage>),
-    /// The engine finished the turn, but the client had disconnected and doesn't know the answer.
+    /// Finished, but the client had disconnected and doesn't know the answer.
     Unheard(Option<Usage>),
-    /// The engine aborted the turn and acknowledged that.
     Aborted,
-    /// The engine refused the turn before it ran, or the turn never reached the engine.
+    /// Before it ran, or it never reached the engine.
     Refused,
-    /// The engine gave the turn up without an answer. The engine may have run a part of the turn
-    /// and added that part to the session's history.
+    /// Given up without an answer. A part of the turn may have become history.
     Partial,
-    /// The agent did not see the end of the turn.
     Lost,
 }
 
@@ -200,15 +160,12 @@ impl Outcome {
 /// Which turns a route can carry to a pinned session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouteTurns {
-    /// Deltas, and full histories if the shim trims them or the session has no history. The route
-    /// is `/generate` with one prompt, which the engine appends.
+    /// `/generate` with one prompt, which the engine appends. Full histories need a shim that
+    /// trims, or an empty session.
     DeltasAndHistories,
-    /// Full histories only, and only if the shim trims them. On such a route, only the engine turns
-    /// the prompt into tokens.
+    /// Only if the shim trims them. On such a route, only the engine makes tokens of the prompt.
     FullHistories,
-    /// As [`Self::FullHistories`], and the route's body has no place for a tag: a turn outside
-    /// pinned KV has one only if a shim that trims adds it.
+    /// As [`Self::FullHistories`], but only a shim that trims can add a tag outside pinned KV.
     HistoriesTaggedByShim,
-    /// No turn.
     Nothing,
 }

@@ -1,14 +1,9 @@
 //! Decides which turns may go to the engine now, and keeps the queue of those that must wait.
 //!
-//! A turn is one request and its answer. A turn of a pinned session runs in the KV that the session
-//! keeps to itself. A plain turn runs on the engine's radix tree. Its session isn't pinned, or the
-//! turn runs beside its pinned session, that is, outside the session's KV.
-//!
-//! The module `claims` comes before, and `ends` after. A turn of a pinned session reserves the KV
-//! that it may grow to (`capacity`). If that doesn't fit and no room can be reclaimed (`reclaim`),
-//! the turn is refused, or runs as a plain turn if the agent pinned the session on its own. A plain
-//! turn is never refused for what it might need. It waits in order while the engine couldn't run it
-//! anyway, and is refused only if it waited too long or the queue is full.
+//! A turn of a pinned session reserves the KV that it may grow to. If that doesn't fit and no room
+//! can be reclaimed, the turn is refused, or runs as a plain turn (on the radix tree) if the agent
+//! pinned the session on its own. A plain turn is never refused for what it might need. It waits in
+//! order while the engine couldn't run it anyway.
 
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
@@ -24,24 +19,19 @@ use super::{
     trim_turn::Trim,
 };
 
-/// The decision on one ticket (a turn or an open request that waits in the queue).
 enum Verdict {
     /// The client hears that its session is open.
     ReportOpen,
-    /// The turn goes to the engine, and runs in its pinned session.
+    /// The turn runs in its pinned session.
     AdmitPinned { key: SessionKey, need: Need },
-    /// The turn goes to the engine, and runs on the radix tree. `large_tokens`: the KV tokens that
-    /// it may need, if it is large.
+    /// The turn runs on the radix tree. `large_tokens`: what it may need, if it is large.
     AdmitPlain { large_tokens: Option<u64> },
-    /// The ticket waits for something that only concerns itself or its session. Later tickets may
-    /// pass it.
+    /// Waits for what only concerns the ticket or its session. Later tickets may pass it.
     Wait,
-    /// The ticket waits for room that running turns will free. Later plain turns on this rank wait
-    /// too, so that none passes it.
+    /// Waits for room that running turns will free. Later plain turns on this rank wait too.
     WaitInLine,
 }
 
-/// A plain turn to decide on.
 #[derive(Debug, Clone, Copy)]
 struct PlainTurn {
     dp_rank: u32,
@@ -50,13 +40,12 @@ struct PlainTurn {
     must_line_up: bool,
     /// As many turns are inside this rank of the engine as may be.
     at_turn_limit: bool,
-    /// The share of the engine that the turn's principal has used up.
     at_share: Option<TurnShare>,
 }
 
 impl Table {
-    /// Queues a claimed turn whose needs are now known. [`Effect::Admitted`] or [`Effect::Refused`]
-    /// follows, at once or when there is room. Returns false if the turn has ended meanwhile.
+    /// [`Effect::Admitted`] or [`Effect::Refused`] follows, at once or when there is room. Returns
+    /// false if the turn has ended meanwhile.
     pub fn admit(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         if !self.tickets.queue_turn(now, rid, need) {
             return false;
@@ -78,9 +67,7 @@ impl Table {
         true
     }
 
-    /// Decides on every waiting ticket, unless turns are held back. Principals take turns: that
-    /// with the fewest turns inside the engine comes first. Of one principal, the oldest ticket
-    /// comes first.
+    /// Principals take turns: the one with the fewest turns inside the engine comes first.
     pub(super) fn process_queue(&mut self, now: Instant) {
         self.history_awaited_until = None;
         if self.hold_reason().is_some() {
@@ -105,8 +92,6 @@ impl Table {
         }
     }
 
-    /// Decides on one waiting ticket. `must_line_up`: an earlier plain turn waits in line on this
-    /// rank.
     fn decide_ticket(
         &mut self,
         now: Instant,
@@ -170,15 +155,14 @@ impl Table {
         }
         let has_auto_retention = session.has_auto_retention();
         match self.decide_pinned(now, &key, need, is_delta) {
-            // If there is no room in a session that the agent pinned on its own, the session loses
-            // its pin, and the turn runs on the radix tree.
+            // Without room, a session that the agent pinned loses its pin: the turn runs on the
+            // tree.
             Err(_) if has_auto_retention && self.yield_pin(now, &key) => Ok(Verdict::Wait),
             Err(_) if has_auto_retention => Ok(self.decide_plain(now, plain)),
             verdict => verdict,
         }
     }
 
-    /// Decides on a client's open request.
     fn decide_open(&mut self, now: Instant, rid: &str) -> Result<Verdict, Error> {
         let key = self.session_of(&self.tickets[rid]).ok_or(Error::UnknownSession)?;
         match self.sessions[&key].state {
@@ -189,9 +173,8 @@ impl Table {
         }
     }
 
-    /// Prepares a session without running turns for a full history (a turn with the whole
-    /// conversation). Pins the session, or takes its pin, if that makes its turns cheaper. Returns
-    /// true if the turn must wait until the session's KV has gone to the radix tree.
+    /// Pins a session without running turns, or takes its pin, if that makes its turns cheaper.
+    /// Returns true if the turn must wait until the session's KV has gone to the radix tree.
     fn prepare_for_full_history(&mut self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         match session.state {
@@ -209,8 +192,6 @@ impl Table {
         false
     }
 
-    /// Opens a pinned session that the engine doesn't know yet, if a row is free and the pin budget
-    /// isn't used up. Otherwise reclaims room or refuses.
     fn open_planned(&mut self, now: Instant, key: &SessionKey) -> Result<Verdict, Error> {
         self.check_tree_is_current()?;
         let dp_rank = self.sessions[key].dp_rank;
@@ -231,8 +212,7 @@ impl Table {
         Ok(Verdict::Wait)
     }
 
-    /// Journals the session's incarnation, then asks the engine to open the incarnation. The caller
-    /// has checked that a row is free.
+    /// The caller has checked that a row is free.
     pub(super) fn begin_open(&mut self, key: &SessionKey, reserved_tokens: u64) {
         let (incarnation, idle_max, dp_rank) = self.change_session(key, |session| {
             session.state = State::Opening(Row { reserved_tokens, ..Row::default() });
@@ -242,7 +222,7 @@ impl Table {
         self.push_journaled(Some(record), Effect::Open { incarnation, idle_max });
     }
 
-    /// Adds an effect after which the engine has what `record` names.
+    /// After the effect, the engine has what `record` names.
     fn push_journaled(&mut self, record: Option<Record>, effect: Effect) {
         let (before, after) = match record {
             record if self.settings.guards.is_on(Guard::JournalFirst) => (record, None),
@@ -253,8 +233,7 @@ impl Table {
         after.into_iter().for_each(|record| self.effects.write_journal(record));
     }
 
-    /// Decides on a turn that runs in its pinned session. Its growth must fit into the pin budget
-    /// and the pool.
+    /// The growth must fit into the pin budget and the pool.
     fn decide_pinned(
         &mut self,
         now: Instant,
@@ -290,7 +269,6 @@ impl Table {
         Ok(Verdict::AdmitPinned { key: key.clone(), need })
     }
 
-    /// Decides on a plain turn.
     fn decide_plain(&mut self, now: Instant, turn: PlainTurn) -> Verdict {
         let PlainTurn { dp_rank, need, must_line_up, at_turn_limit, at_share } = turn;
         if at_share.is_some() {
@@ -331,8 +309,7 @@ impl Table {
         Verdict::AdmitPlain { large_tokens: is_large_turn.then_some(tokens) }
     }
 
-    /// Starts to free room for a pinned session, so that the session's ticket can wait. Refuses the
-    /// ticket if not enough room can be freed.
+    /// Waits for room that can be freed, or else refuses the ticket.
     fn reclaim_or_refuse(
         &mut self,
         now: Instant,
@@ -351,21 +328,17 @@ impl Table {
         Err(shortage.into())
     }
 
-    /// Tells a client that the session it opened is open.
     fn report_open(&mut self, rid: &str) {
         let Some(ticket) = self.tickets.remove(rid) else { return };
         let turn = self.describe_turn(&ticket, true);
         self.effects.push(Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
-    /// Sends a turn to the engine that runs on the radix tree.
     fn admit_plain(&mut self, now: Instant, rid: &str, large_tokens: Option<u64>) {
         let turn = self.describe_turn(&self.tickets[rid], false);
         self.send_turn(now, rid, turn, Run::Plain { large_tokens });
     }
 
-    /// Sends a turn to the engine that runs in its pinned session. Reserves the KV that the session
-    /// may grow to.
     fn admit_pinned(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let ticket = &self.tickets[rid];
         let (is_delta, opens_session) = (ticket.is_delta(), ticket.opens_session());
@@ -395,8 +368,7 @@ impl Table {
                 .map(|session| TurnSession { trim: Some(awaited.request()), ..session });
             Trim::Awaited(awaited)
         } else {
-            // Without a shim that trims, a full history is admitted only if the session has no
-            // history.
+            // Without a shim that trims, a full history is admitted only to an empty session.
             self.update_deltas(key, opens_session, None);
             turn.run_mode = Some(RunMode::Pinned);
             Trim::NotNeeded
@@ -404,8 +376,6 @@ impl Table {
         self.send_turn(now, rid, turn, Run::Pinned { had_no_kv, trim });
     }
 
-    /// Describes a turn to the engine, or an open session to its client. `in_session`: the turn
-    /// runs in the session if that is pinned.
     fn describe_turn(&self, ticket: &Ticket, in_session: bool) -> Turn {
         let session = ticket.key().map(|key| (key, &self.sessions[key]));
         let turn_session = session.map(|(key, session)| TurnSession {
@@ -430,7 +400,6 @@ impl Table {
         }
     }
 
-    /// Sends a turn to the engine.
     fn send_turn(&mut self, now: Instant, rid: &str, mut turn: Turn, run: Run) {
         let record = self.begin_tag(&mut turn);
         let ticket = &self.tickets[rid];
@@ -460,14 +429,13 @@ impl Table {
         self.push_journaled(record, Effect::Admitted { rid: rid.to_owned(), turn });
     }
 
-    /// Refuses a ticket that is not inside the engine, and forgets it.
+    /// The ticket must not be inside the engine.
     pub(super) fn refuse_ticket(&mut self, now: Instant, rid: &str, error: Error) {
         self.forget_ticket(now, rid);
         self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
     }
 
-    /// Forgets a ticket that is not inside the engine. If the ticket's turn also asked to close its
-    /// session, the close still takes effect.
+    /// Also carries out the close of its session that the ticket asked for, if it did.
     pub(super) fn forget_ticket(&mut self, now: Instant, rid: &str) {
         let Some(ticket) = self.tickets.remove(rid) else { return };
         self.tickets.orphan_followers(&ticket);
@@ -488,7 +456,7 @@ impl Table {
         }
     }
 
-    /// Returns the key of the session that a ticket has claimed, if the session still exists.
+    /// Returns `None` if the session that the ticket has claimed is gone, or another has its key.
     pub(super) fn session_of(&self, ticket: &Ticket) -> Option<SessionKey> {
         let session = self.sessions.get(ticket.key()?)?;
         ticket.is_of(session.generation).then(|| ticket.key().cloned())?

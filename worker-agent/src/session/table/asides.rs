@@ -1,20 +1,14 @@
 //! Decides whether a turn runs in its session's conversation, waits for it, or runs beside it.
 //!
-//! An *aside* is a full history (a turn with a whole conversation) that belongs to another
-//! conversation than its session's: a coding agent asks for a title in the session of its main
-//! conversation, say. An aside runs on the radix tree and takes no place in its session: no turn
-//! waits for it, it pins nothing, and it changes nothing that the agent knows of the session's
-//! history. A client that shortens its conversation begins another one too, so the first turn after
-//! that runs as an aside. The next one continues it, and is the session's. If only asides come, one
-//! of them runs as a turn of the session, and the shim compares it: what the agent takes for the
+//! An *aside* is a full history of another conversation: a coding agent asks for a title in its
+//! main session, say. An aside runs on the radix tree, takes no place in its session, and changes
+//! nothing that the agent knows of its history. A client that shortens its conversation begins
+//! another too: its first turn runs as an aside, and the next, which continues it, is the
+//! session's. If only asides come, one runs as a turn of the session, and the shim compares it: the
 //! session's conversation may be over.
 //!
-//! The KV that a pinned session computed since its pin is not in the radix tree. A turn that runs
-//! beside a running turn of the same conversation computes it again. So the turn first waits about
-//! as long as that would take: however long the running turn takes, the wait at most doubles what
-//! the turn costs.
-//!
-//! The module `admission` asks, with each pass over the queue.
+//! A turn beside a running one of the same conversation computes the KV again that the session has
+//! since its pin. So it first waits about as long as that takes: the wait at most doubles its cost.
 
 use std::time::{Duration, Instant};
 
@@ -25,32 +19,23 @@ use super::{
     tickets::{Stage, Ticket},
 };
 
-/// A prompt that has at most the history's tokens divided by this number can't continue that
-/// history, and shares little with it.
+/// A prompt with at most this part of the history's tokens can't continue the history.
 const ASIDE_DIVISOR: u64 = 4;
-/// The most asides in a row. Titles before, during and after a turn, and suggestions of the user's
-/// next message, are fewer.
+/// Titles before, during and after a turn, and suggestions of the user's next message, are fewer.
 const ASIDES_IN_A_ROW_MAX: u32 = 8;
-/// A prefill rate that few engines exceed with long prompts. A lower one makes turns wait longer
-/// than computing takes.
+/// Few engines exceed this with long prompts. A lower rate makes turns wait longer than needed.
 const PREFILL_TOKENS_PER_SECOND: u64 = 10_000;
-/// The time limit for the shim's plan of the turn ahead. The shim tokenizes its prompt, and may ask
-/// the agent and wait two seconds for the answer.
+/// The shim tokenizes the prompt ahead, and may ask the agent and wait two seconds.
 const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
 
-/// What a waiting turn finds of its session's history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HistoryUse {
-    /// The turn may run in its session.
     Free,
-    /// Another turn is inside. The turn waits for it.
     Awaited,
-    /// The turn runs beside its session.
     Beside,
 }
 
 impl Table {
-    /// Whether a waiting turn is an aside of its session.
     pub(super) fn is_aside(&self, session: &Session, ticket: &Ticket) -> bool {
         let Stage::Queued { need, prompt_start } = &ticket.stage else { return false };
         let may_be_guest = session.has_auto_retention()
@@ -70,8 +55,7 @@ impl Table {
                 .unwrap_or_else(|| is_far_shorter(session, *need))
     }
 
-    /// Returns what a waiting turn finds of the history of its session. An aside runs beside it.
-    /// Others may have to wait if the agent pinned the session on its own.
+    /// Others than asides may have to wait if the agent pinned the session on its own.
     pub(super) fn find_history(&mut self, now: Instant, key: &SessionKey, rid: &str) -> HistoryUse {
         let (session, ticket) = (&self.sessions[key], &self.tickets[rid]);
         if self.is_aside(session, ticket) {
@@ -102,8 +86,7 @@ impl Table {
         HistoryUse::Beside
     }
 
-    /// Whether a turn may run in a session while others run beside it. What makes a session's KV
-    /// unfit is acted on when no turn of the session is inside.
+    /// What makes a session's KV unfit is acted on when no turn of the session is inside.
     fn may_join(&self, session: &Session) -> bool {
         let has_older_weights =
             session.history.tokens > 0 && session.kv_epoch < self.weights.epoch();
@@ -115,8 +98,7 @@ impl Table {
     }
 }
 
-/// Whether a prompt, which doesn't show how it begins, is so much shorter than its session's pinned
-/// history that it can't continue that.
+/// For a prompt that doesn't show how it begins.
 fn is_far_shorter(session: &Session, need: Need) -> bool {
     session.is_pinned() && need.prompt_tokens < session.history.tokens / ASIDE_DIVISOR
 }

@@ -1,8 +1,6 @@
 //! Estimates the prompt tokens of a rank that the engine's load figures don't show yet.
 //!
-//! Such tokens belong to turns (requests with their answers) that wait in the agent, or that were
-//! sent to the engine after its latest load sample. `crate::ledger` adds them to the load that the
-//! agent reports to the routers. This module only reads the table.
+//! Their turns wait in the agent, or were sent to the engine after its latest load sample.
 
 use std::time::Instant;
 
@@ -12,14 +10,13 @@ use super::{
     trim_turn::Trim,
 };
 
-/// Bytes of text that are counted as one token: about four in English, less in code. If a turn's
-/// need was taken from its text, [`Need::prompt_tokens`](super::Need) is the number of bytes, an
-/// upper bound on the tokens. That bound divided by this number is an estimate.
+/// About four in English, less in code. Where a turn's need was taken from its text,
+/// [`Need::prompt_tokens`](super::Need) is the number of bytes, an upper bound on the tokens.
 const BYTES_PER_TOKEN: u64 = 4;
 
 impl Table {
-    /// Returns the prompt tokens that a rank has yet to compute and that no load sample up to
-    /// `sampled_at` shows. Leaves out tokens whose KV is resident, as far as that is known.
+    /// Returns what no load sample up to `sampled_at` shows. Leaves out tokens whose KV is
+    /// resident, as far as that is known.
     #[must_use]
     pub fn unsampled_prompt_tokens(&self, dp_rank: u32, sampled_at: Instant) -> u64 {
         let of_rank = self.tickets.iter().filter(|(_, ticket)| ticket.dp_rank == dp_rank);
@@ -33,8 +30,6 @@ impl Table {
         tokens.fold(0, u64::saturating_add)
     }
 
-    /// Returns the prompt tokens of the turns that were sent to a rank since a time, and are inside
-    /// it. Leaves out tokens whose KV is resident, as far as that is known.
     #[must_use]
     pub fn sent_prompt_tokens(&self, dp_rank: u32, since: Instant) -> u64 {
         let sent = self.tickets.iter().filter(|(_, ticket)| {
@@ -45,7 +40,6 @@ impl Table {
         tokens.fold(0, u64::saturating_add)
     }
 
-    /// Estimates how many prompt tokens the engine computes for a turn.
     fn tokens_to_compute(&self, ticket: &Ticket, need: Need) -> u64 {
         let divisor = if need.is_exact { 1 } else { BYTES_PER_TOKEN };
         let sent_tokens = need.prompt_tokens / divisor;
@@ -56,7 +50,6 @@ impl Table {
             (Some(session), Some(Trim::Planned { prompt_tokens, .. })) => {
                 prompt_tokens.saturating_sub(session.resident_tokens())
             }
-            // The shim removes the tokens that the session has from a full history.
             (Some(session), Some(Trim::Awaited(_) | Trim::Refused)) => {
                 sent_tokens.saturating_sub(session.resident_tokens())
             }

@@ -1,23 +1,14 @@
 //! Computes how much room a turn may need on a rank, and how much room pinned sessions may take.
-//!
-//! A turn is one request and its answer. A pinned session keeps its KV and a request row to itself.
-//! A plain turn runs outside pinned sessions, and its KV is in the radix tree. The pin budget is
-//! the most tokens that all pinned sessions of a rank may hold together.
-//!
-//! This module only computes. The modules `admission` and `trim` ask it, and decide which turns
-//! run.
 
 use proto::id::SessionKey;
 
 use super::{Error, Guard, Need, Table, reclaim::Shortage};
 
-/// The most tokens that the engine reserves for an answer before it starts a turn, if the answer
-/// may end early. SGLang has the same number as a constant.
+/// What the engine reserves for an answer that may end early. SGLang has the same constant.
 const ANSWER_TOKENS_AHEAD: u64 = 4096;
 
 impl Table {
-    /// Returns how many tokens of the pool pinned sessions may hold, so that room is left for the
-    /// largest plain turn that runs, or that waits for pinned sessions to give up room.
+    /// Leaves room for the largest plain turn that runs, or waits for room of pinned sessions.
     pub(super) fn pinnable_tokens(&self, dp_rank: u32, pool_tokens: u64) -> u64 {
         let largest_turn = self.tickets.load(dp_rank).largest_turn_tokens();
         let is_guard_on = self.settings.guards.is_on(Guard::LargeTurnWaits);
@@ -27,7 +18,6 @@ impl Table {
         room_beside_turn.min(pool_tokens.saturating_sub(self.engine.page_tokens + 1))
     }
 
-    /// Returns the most KV tokens that a pinned session may hold after a turn that runs in it.
     pub(super) fn kv_target_tokens(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.settings.guards);
         if !guards.is_on(Guard::GrowthReserved) {
@@ -50,9 +40,7 @@ impl Table {
             .min(context_tokens)
     }
 
-    /// Returns the tokens that must be free before the engine starts a plain turn: the prompt in
-    /// whole pages, the part of the answer that the engine reserves, and more than one page beyond
-    /// them.
+    /// As the engine asks: whole prompt pages, what it reserves for the answer, and over one page.
     pub(super) fn free_tokens_needed(&self, need: Need) -> u64 {
         let (context_tokens, page_tokens) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt_tokens = need.prompt_tokens.min(context_tokens);
@@ -65,8 +53,7 @@ impl Table {
         self.round_to_pages(prompt_tokens) + answer_tokens + page_tokens + 1
     }
 
-    /// Returns the shortage of rows that one more pinned session would meet, because it would use a
-    /// reserved row, or one more than pinned sessions may hold. `None` if a row is free.
+    /// One more pinned session would use a reserved row, or exceed the rows of pinned ones.
     pub(super) fn row_shortage(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let guards = self.settings.guards;
@@ -78,18 +65,15 @@ impl Table {
         Ok((held >= max).then_some(Shortage::Rows { held, max }))
     }
 
-    /// Returns the rows that pinned sessions leave free.
     pub(super) fn free_rows(&self, dp_rank: u32) -> u64 {
         let rows = self.engine.ranks.get(dp_rank as usize).map_or(0, |rank| rank.rows);
         u64::from(rows.saturating_sub(self.totals(dp_rank).rows_held))
     }
 
-    /// Returns the tokens that pinned sessions hold or have reserved, and the pin budget.
     pub(super) fn pinned_and_budget(&self, dp_rank: u32) -> Result<(u64, u64), Error> {
         Ok((self.totals(dp_rank).pinned_tokens, self.capacity(dp_rank)?.pin_tokens_max))
     }
 
-    /// Rounds tokens up to whole pages, as pinned sessions hold whole pages.
     pub(super) fn round_to_pages(&self, tokens: u64) -> u64 {
         tokens.next_multiple_of(self.engine.page_tokens)
     }

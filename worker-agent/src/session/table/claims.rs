@@ -1,14 +1,7 @@
 //! Begins sessions: a turn claims its session, or a client opens a session for later turns.
 //!
-//! A turn is one request and its answer. To claim a session means to take a place in the order of
-//! the session's turns. If the session doesn't exist yet, the claim creates it. A delta is a turn
-//! that holds only new tokens, which the engine appends to the session's history. A pinned session
-//! keeps its KV and a request row to itself. Only a pinned session takes deltas.
-//!
-//! The module `owner` calls [`Table::claim`] before a turn's body is read, and
-//! [`Table::open_session`] for a client. This module also chooses a session's rank and retention
-//! (how the engine keeps its KV: pinned, tagged or none), and handles the engine's answer to an
-//! open. The module `admission` decides when a claimed turn goes to the engine.
+//! To claim a session is to take a place in the order of its turns; a claim creates a missing
+//! session.
 
 use std::{
     sync::Arc,
@@ -26,15 +19,11 @@ use super::{
 };
 
 impl Table {
-    /// Claims a place for a turn before the turn's body is read, so that a turn that its session
-    /// can't take is refused at once. [`Self::admit`] or [`Self::end_turn`] must follow.
+    /// Claims a turn's place before the body is read, so that a turn that its session can't take is
+    /// refused at once. [`Self::admit`] or [`Self::end_turn`] must follow.
     ///
-    /// `principal` is the client that sent the turn. `session_claim` is `None` for a turn without a
-    /// session; otherwise the session belongs to that client. `requested_rank` is the DP rank that
-    /// the turn must run on, if any. `route_turns` says which turns the route can carry.
-    ///
-    /// # Errors
-    /// See [`Error`]. The turn is not claimed then.
+    /// `session_claim` is `None` for a turn without a session; otherwise the session is
+    /// `principal`'s. `requested_rank` is the DP rank that the turn must run on, if any.
     pub fn claim(
         &mut self,
         now: Instant,
@@ -84,14 +73,12 @@ impl Table {
         }
     }
 
-    /// Returns the orders of a session's running turns that their clients have given up. Only where
-    /// turns run one after the other does a next one count on them.
+    /// Their orders. Only where turns run one after the other does a next one count on them.
     fn abandoned_turns(&self, session: &Session) -> impl Iterator<Item = u64> {
         let may_have = session.turns.running > 0 && session.sharing != Sharing::Shared;
         may_have.then(|| self.tickets.abandoned_of(session.generation)).into_iter().flatten()
     }
 
-    /// Finds or creates the session of a turn, and checks whether it takes the turn.
     fn claim_session(
         &mut self,
         now: Instant,
@@ -100,15 +87,14 @@ impl Table {
         requested_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<(), Error> {
-        // A delta relies on the session's history, so a delta must not replace a session that can't
-        // continue by an empty session.
+        // A delta relies on the session's history, so it must not bring an empty session instead.
         self.remove_if_unusable(key, claim.open && !claim.delta);
         if !self.sessions.has(key) {
             if claim.delta && !claim.open {
                 return Err(Error::UnknownSession);
             }
-            // If a client opens a session with a delta, it will send only new tokens, so the
-            // session must be pinned.
+            // A client that opens with a delta will send only new tokens, so the session must be
+            // pinned.
             let requested = claim.retention.or(claim.delta.then_some(Retention::Pinned));
             let retention = self.choose_retention(requested)?;
             match retention {
@@ -128,8 +114,8 @@ impl Table {
         let session = &self.sessions[key];
         check_turn(session, claim, route_turns, shim_trims, guards)?;
         let turns_before = session.turns.in_progress();
-        // One turn of a sequential session runs, and this many turns may wait behind it. A turn
-        // that its client has given up ends soon, so the client's next one waits for that.
+        // One turn of a sequential session runs, and this many may wait behind it. A turn that its
+        // client has given up ends soon, so the client's next one waits for that.
         let turns_max = 1 + self.settings.turns_queued_per_session_max;
         let is_full = turns_before >= turns_max
             && turns_before as usize - self.abandoned_turns(session).count() >= turns_max as usize;
@@ -144,16 +130,14 @@ impl Table {
             if claim.open {
                 session.open_for_deltas();
             }
-            // If a client opens a session whose turns run at the same time, these turns continue.
-            // The first turn that is claimed while no other turn runs or waits makes the session
-            // exclusive.
+            // The turns that run at the same time continue. The first that is claimed while no
+            // other runs or waits makes the session exclusive.
             session.sharing.update(claim.open, turns_before == 0);
         });
         Ok(())
     }
 
-    /// Removes a session without turns if its rank no longer exists, or if the session can't
-    /// continue and a client opens it again.
+    /// Its rank no longer exists, or the session can't continue and a client opens it again.
     fn remove_if_unusable(&mut self, key: &SessionKey, is_opened_again: bool) {
         let rank_count = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
@@ -165,12 +149,8 @@ impl Table {
         }
     }
 
-    /// Opens a session without a turn. `requested` is the retention that the client asks for, if
-    /// any. An [`super::Effect::Admitted`] or [`super::Effect::Refused`] with the id `rid` follows.
-    /// A session that is already open keeps its history. A session that can't continue is replaced.
-    ///
-    /// # Errors
-    /// See [`Error`].
+    /// [`super::Effect::Admitted`] or [`super::Effect::Refused`] with the id `rid` follows. A
+    /// session that is already open keeps its history. One that can't continue is replaced.
     pub fn open_session(
         &mut self,
         now: Instant,
@@ -227,7 +207,6 @@ impl Table {
         Ok(())
     }
 
-    /// Handles the engine's answer to an [`super::Effect::Open`].
     pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, result: &OpenResult) {
         let key = self.sessions.key_of(incarnation).cloned().filter(|key| {
             matches!(self.sessions[key].state, State::Opening(_) | State::Closing(_))
@@ -257,9 +236,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Takes note that no session has this incarnation any more, because its open failed or because
-    /// the session was closed meanwhile. If the incarnation may be open at the engine, it must be
-    /// closed there.
+    /// The open failed, or the session was closed meanwhile.
     fn forget_open(&mut self, now: Instant, incarnation: &str, may_be_open: bool) {
         if may_be_open && self.settings.guards.is_on(Guard::UnknownOpenClosed) {
             let close = Close::new(now, 0, None);
@@ -269,7 +246,7 @@ impl Table {
         }
     }
 
-    /// Handles the failed open of an incarnation. `key` is its session, if that still waits for it.
+    /// `key`: the session that still waits for the open.
     fn handle_failed_open(
         &mut self,
         now: Instant,
@@ -292,8 +269,7 @@ impl Table {
         }
     }
 
-    /// Inserts a session without history. Closes another session if the table is full, or if the
-    /// principal has as many sessions as it may.
+    /// Closes another session if the table is full, or if the principal has as many as it may.
     fn insert_session(
         &mut self,
         now: Instant,
@@ -331,8 +307,7 @@ impl Table {
         Ok(())
     }
 
-    /// Returns the wanted retention if the engine offers it. If none is wanted, returns the best
-    /// retention without a pin.
+    /// If none is wanted, returns the best retention without a pin.
     pub(super) fn choose_retention(&self, wanted: Option<Retention>) -> Result<Retention, Error> {
         let offered = &self.engine.retentions;
         let Some(wanted) = wanted else {
@@ -348,8 +323,8 @@ impl Table {
         Err(Error::RetentionUnavailable { wanted, offered: offered_names.join(", "), reason })
     }
 
-    /// Returns the requested rank. If none was requested, returns the least loaded rank. Load is
-    /// compared first by held rows (for a pinned session only), then by turns, then by tokens.
+    /// If none is requested, returns the least loaded rank: by held rows (for a pinned session
+    /// only), then by turns, then by tokens.
     fn choose_rank(
         &self,
         requested_rank: Option<u32>,

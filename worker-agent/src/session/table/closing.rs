@@ -1,12 +1,6 @@
 //! Closes incarnations at the engine, and repeats each close until the engine has confirmed it.
 //!
-//! An incarnation is one life of a session in the engine. A pinned one holds a request row and KV,
-//! which stay counted until the engine has confirmed the close. If the engine keeps a session for
-//! too long after the close was requested, only a restart of the engine helps.
-//!
-//! The other modules of the table call this one. Each close leaves as an [`Effect::Close`], which
-//! `owner` sends. This module also makes sessions suspect: their history is uncertain until the
-//! shim, Berth's part in the engine's process, confirms it (see the module `engine`).
+//! What a pinned incarnation holds stays counted until then.
 
 use std::time::Instant;
 
@@ -18,8 +12,7 @@ use super::{
 };
 
 impl Table {
-    /// Takes over an incarnation that an earlier agent process left open: closes it, and counts its
-    /// row until the close is confirmed.
+    /// The row of an earlier agent process counts until the close is confirmed.
     pub fn inherit_incarnation(
         &mut self,
         now: Instant,
@@ -36,8 +29,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Handles the engine's answer to an [`Effect::Close`], or the shim's report of a closed
-    /// session.
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let is_repeated = self.settings.guards.is_on(Guard::CloseRepeated);
         let is_tagged_again = self.tickets.has_tag(incarnation);
@@ -55,7 +46,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Closes and removes a closing session when no turn of it is inside the engine any more.
     pub(super) fn close_if_due(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         if !session.state.is_closing() || session.turns.running > 0 {
@@ -65,9 +55,8 @@ impl Table {
         self.drop_session(now, key, &Error::UnknownSession);
     }
 
-    /// Closes a session whose only turns were refused or given up. Without this the session would
-    /// stay open: its clients don't know that it was opened for them, and a router that doesn't
-    /// know the session can't close it.
+    /// Without this, the session would stay open: its clients don't know that it was opened for
+    /// them, and a router that doesn't know the session can't close it.
     pub(super) fn close_unused(&mut self, now: Instant, key: &SessionKey) {
         let is_open_for_nothing = self.sessions.get(key).is_some_and(Session::is_open_for_nothing);
         if is_open_for_nothing && self.settings.guards.is_on(Guard::UnusedClosed) {
@@ -75,8 +64,7 @@ impl Table {
         }
     }
 
-    /// Closes a pinned session at the engine, but keeps it in the table as gone, so that the
-    /// client's next turn is told why.
+    /// Keeps the session in the table as gone, so that the client's next turn is told why.
     pub(super) fn close_as_gone(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
         let event = match reason {
             GoneReason::Reclaimed => SessionEvent::Reclaimed,
@@ -94,8 +82,6 @@ impl Table {
         self.change_session(key, |session| session.lose(reason));
     }
 
-    /// Closes a session at the engine whose shim did not answer the agent's request to demote the
-    /// session or to report its history.
     pub(super) fn close_without_answer(&mut self, now: Instant, key: &SessionKey) {
         let reason = match self.sessions[key].state {
             State::Suspect { doubt, .. } => doubt.otherwise,
@@ -104,9 +90,8 @@ impl Table {
         self.close_as_gone(now, key, reason);
     }
 
-    /// Makes a session suspect, because a turn's end left its history uncertain. The shim must then
-    /// report the `expected` history. Without a shim or an expected history, closes the session at
-    /// the engine.
+    /// A turn's end left the history uncertain: the shim must report the `expected` one. Without a
+    /// shim or an expected history, the session is closed.
     pub(super) fn make_suspect(
         &mut self,
         now: Instant,
@@ -127,9 +112,7 @@ impl Table {
         self.send_shim_requests(now, dp_rank);
     }
 
-    /// Handles an audit's finding that pages of a session's KV also belong to other sessions, or
-    /// that other sessions wrote to them. No further turn runs on these pages. A running turn ends
-    /// first.
+    /// An audit found pages that other sessions also have, or wrote to. A running turn ends first.
     pub fn handle_corruption(&mut self, now: Instant, incarnation: &str) {
         let Some(key) = self.sessions.key_of(incarnation).cloned() else { return };
         // Corrupt pages are lost with their engine.
@@ -141,7 +124,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Closes a corrupt session at the engine once no turn of it runs.
     pub(super) fn close_corrupt(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         let is_closed_anyway = session.state.is_closing() || session.state.is_gone();
@@ -150,14 +132,12 @@ impl Table {
         }
     }
 
-    /// Returns the key of the session that has this incarnation.
     #[must_use]
     pub fn session_key(&self, incarnation: &str) -> Option<&SessionKey> {
         self.sessions.key_of(incarnation)
     }
 
-    /// Requests the close of a session's incarnation. An incarnation that isn't pinned and has no
-    /// tag is not open at the engine and needs no close.
+    /// An incarnation without a pin and a tag is not open at the engine.
     pub(super) fn close_at_engine(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         let incarnation = session.incarnation.clone();
@@ -173,8 +153,7 @@ impl Table {
         }
     }
 
-    /// Returns why the engine must be restarted: it keeps a session half closed, or doesn't end an
-    /// aborted turn. `None` if no restart is needed.
+    /// Returns why: the engine keeps a session half closed, or doesn't end an aborted turn.
     #[must_use]
     pub fn restart_required(&self, now: Instant) -> Option<String> {
         let stuck_after = self.settings.stuck_after;

@@ -1,13 +1,7 @@
 //! Updates a session when one of its turns ends.
 //!
-//! A turn is one request and its answer. How a turn ended decides whether its prompt and answer
-//! became history of its session, and whether the agent can be sure of that. If the agent isn't
-//! sure, the session becomes suspect: it takes no turn before its history is confirmed, or it is
-//! closed. A pinned session keeps its KV to itself. A turn that runs beside its pinned session runs
-//! on the radix tree, and doesn't change the session's history.
-//!
-//! The module `owner` reports each end, with an [`Outcome`] that `data_port` read from the engine's
-//! answer. The module `closing` makes sessions suspect and closes them.
+//! How a turn ended decides whether it became history, and whether the agent can be sure of that.
+//! If not, the session becomes suspect: it takes no turn before its history is confirmed.
 
 use std::time::Instant;
 
@@ -20,8 +14,7 @@ use super::{
 };
 
 impl Table {
-    /// Handles a client's disconnect during its turn. The caller aborts the turn at the engine. The
-    /// turn counts as inside until the engine acknowledges its end.
+    /// The caller aborts the turn, which counts as inside until the engine acknowledges its end.
     pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
         let Some(inside) = self.tickets.inside_mut(rid) else { return };
         inside.abandoned_since.get_or_insert(now);
@@ -32,8 +25,7 @@ impl Table {
         }
     }
 
-    /// Ends a claimed turn at any stage, and closes its session if the claim asked for that. Does
-    /// nothing if the turn has already ended.
+    /// At any stage. Does nothing if the turn has already ended.
     pub fn end_turn(&mut self, now: Instant, rid: &str, outcome: Outcome) {
         if self.tickets.inside_mut(rid).is_none() {
             self.forget_ticket(now, rid);
@@ -45,7 +37,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Ends a turn that was inside the engine and whose ticket is removed.
     fn end_turn_inside(&mut self, now: Instant, rid: &str, ticket: &Ticket, outcome: Outcome) {
         if !matches!(outcome, Outcome::Finished(_)) {
             self.tickets.orphan_followers(ticket);
@@ -67,7 +58,6 @@ impl Table {
         self.close_if_due(now, &key);
     }
 
-    /// Updates a session after a turn that ran in the session, or beside it on the radix tree.
     fn settle_end(
         &mut self,
         now: Instant,
@@ -87,7 +77,6 @@ impl Table {
             }
             return;
         }
-        // The turn did not run in a pinned session. If its session is pinned, it ran beside it.
         let ran_beside = is_session_pinned || inside.is_aside;
         if let Outcome::Finished(usage) | Outcome::Unheard(usage) = outcome {
             self.change_session(key, |session| {
@@ -101,7 +90,6 @@ impl Table {
         }
     }
 
-    /// Updates a pinned session after a turn that ran in it.
     fn settle_pinned(
         &mut self,
         now: Instant,
@@ -132,9 +120,8 @@ impl Table {
                 } else if usage.is_none_or(|usage| !inside.follows_history(history_before, usage))
                     && guards.is_on(Guard::HistoryChecked)
                 {
-                    // If the shim has planned the turn, it has also compared the engine's own count
-                    // with the plan. The usage that a route reports may be lower, because one route
-                    // subtracts its template's tokens.
+                    // The shim has compared the engine's own count with its plan. The usage may be
+                    // lower, because one route subtracts its template's tokens.
                     let planned_tokens = inside.planned_prompt_tokens();
                     self.make_suspect(now, key, planned_tokens.map(ExpectedHistory::AtLeast));
                 } else if was_retracted && guards.is_on(Guard::RetractionSuspect) {
@@ -151,8 +138,7 @@ impl Table {
                 }
             }
             Outcome::Partial if guards.is_on(Guard::RetractionSuspect) => {
-                // The reserved tokens stay counted until the shim's report or a close makes the
-                // session certain.
+                // The reserved tokens stay counted until the session is certain.
                 if is_open {
                     self.make_suspect(now, key, Some(ExpectedHistory::Exactly(history_before)));
                 }
@@ -173,14 +159,11 @@ impl Table {
         }
     }
 
-    /// Handles the shim's report that the engine aborted a turn of `incarnation` while it ran. The
-    /// row and the KV of the session are free then. The answer of the turn may look like a refusal.
+    /// The shim reports that the engine aborted a running turn of `incarnation`, so the row and KV
+    /// are free. The answer may look like a refusal.
     ///
-    /// A turn whose client has disconnected ends with the report.
-    ///
-    /// The report names no turn. If it is late and concerns an earlier turn, it is still true of a
-    /// turn that ends as refused, because such a turn takes no row. An abandoned turn that ends too
-    /// early leaves its session in doubt, which the shim settles after the turn's end.
+    /// The report names no turn. A late one is still true of a turn that ends as refused, as that
+    /// takes no row. An abandoned turn that ends too early leaves a doubt, which the shim settles.
     pub fn handle_abort(&mut self, now: Instant, incarnation: &str) {
         let is_running = |inside: &Inside| {
             inside.runs_pinned() && inside.incarnation.as_deref() == Some(incarnation)
@@ -205,22 +188,20 @@ impl Table {
         }
     }
 
-    /// Ends a turn whose client has disconnected and which the engine has aborted, says the shim.
-    /// The engine's answer need not say it too. On some routes it never does, because only closing
-    /// the connection aborts the turn. The report doesn't say what the engine had committed before,
-    /// in a turn that it had retracted, so the shim must report the history.
+    /// On some routes the engine's answer never tells the abort, because only closing the
+    /// connection aborts the turn. The report doesn't say what a retracted turn had committed
+    /// before, so the shim must report the history.
     fn end_abandoned(&mut self, now: Instant, rid: &str) {
         self.end_turn(now, rid, Outcome::Lost);
     }
 
-    /// Records where the turn's answer begins, if its text may hide end tokens (`ignore_eos`).
+    /// With `ignore_eos`, the answer's text may hide end tokens.
     fn note_hidden_end_tokens(&mut self, key: &SessionKey, inside: &Inside, usage: Option<Usage>) {
         let measured_usage = usage.filter(|_| inside.need.ignores_eos);
         let answer_start = measured_usage.map(|usage| usage.prompt_tokens);
         self.sessions.update(key, |session| session.client.hidden_end_tokens_from = answer_start);
     }
 
-    /// Records that a turn became history of its session.
     fn record_growth(&mut self, key: &SessionKey, usage: Option<Usage>) {
         self.change_session(key, |session| {
             session.turns.finished += 1;
@@ -234,7 +215,6 @@ impl Table {
 }
 
 impl Inside {
-    /// Returns the prompt tokens that the engine must report for the turn, as the shim planned.
     fn planned_prompt_tokens(&self) -> Option<u64> {
         match self.trim() {
             Some(Trim::Planned { prompt_tokens, .. }) => Some(*prompt_tokens),
@@ -242,8 +222,6 @@ impl Inside {
         }
     }
 
-    /// Whether the engine ran the prompt that the agent expected: the session's `history_tokens`
-    /// plus what the turn sent.
     fn follows_history(&self, history_tokens: u64, usage: Usage) -> bool {
         if let Some(planned_tokens) = self.planned_prompt_tokens() {
             return usage.prompt_tokens == planned_tokens;

@@ -1,12 +1,7 @@
 //! Handles what the engine and the shim report: load, the engine's sessions, and the engine's loss.
 //!
-//! The shim is Berth's part in the engine's process. A foreign session is one that another client
-//! of the engine opened. An incarnation is one life of a session in the engine, and its id is the
-//! session's id there. A suspect session's history is uncertain until the shim, asked about this
-//! session, confirms it. What the shim reports without a request only concerns foreign sessions.
-//!
-//! This module does no I/O. The module `owner` receives the reports and calls these functions. The
-//! shim's plans for single turns are handled in the module `trim`.
+//! A foreign session is one that another client of the engine opened. Only the answer to a request
+//! clears a suspect session: what the shim reports unasked concerns foreign sessions.
 
 use std::time::{Duration, Instant};
 
@@ -20,46 +15,34 @@ use super::{
     ShimRequest, State, Table, shim_requests::ShimTask,
 };
 
-/// The longest time by which the engine's load figures lag behind. Once a rank has been idle for
-/// this long, the figures show the rank as idle.
+/// Once a rank has been idle for this long, the engine's lagging load figures show that.
 const LOAD_LAG_MAX: Duration = Duration::from_millis(500);
 
-/// One rank's load, as the engine reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineLoad {
-    /// The number of requests in the engine's queue.
     pub waiting_requests: u64,
     /// KV tokens that the engine can't evict.
     pub used_tokens: u64,
 }
 
-/// One session inside the engine, as the shim reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionReport {
-    /// The session's id inside the engine.
     pub id: String,
-    /// Whether the session holds a request row.
     pub holds_row: bool,
-    /// KV tokens that the session holds.
     pub allocated_tokens: u64,
-    /// Tokens of the session's committed history.
+    /// Of the committed history.
     pub history_tokens: u64,
-    /// Whether a turn of the session is in the engine.
     pub in_flight: bool,
 }
 
-/// Which part of a full session table some reports of sessions are. Changes are neither its
-/// beginning nor its end.
+/// Which part of a full session table some reports are. Changes are neither begin nor end.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TablePart {
-    /// Whether a full table begins with these reports.
     pub begins_table: bool,
-    /// Whether a full table ends with these reports.
     pub ends_table: bool,
 }
 
 impl Table {
-    /// Handles an engine's load sample for one rank.
     pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: EngineLoad) {
         if !self.shims.has_rank(dp_rank) {
             return;
@@ -82,7 +65,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Sets the retentions that the engine offers from now on, and why it doesn't offer the others.
     /// Sessions keep what they have. Returns whether anything has changed.
     pub fn set_retentions(
         &mut self,
@@ -96,9 +78,7 @@ impl Table {
         has_changed
     }
 
-    /// Marks that the shim of `dp_rank` is connected. `can_demote`: whether the shim can give a
-    /// session's KV to the radix tree. Asks it about the sessions that the last agent process
-    /// handed over; no other session is suspect without a shim.
+    /// Asks about the sessions that were handed over; no other is suspect without a shim.
     pub fn handle_shim_up(&mut self, now: Instant, dp_rank: u32, can_demote: bool) {
         if !self.shims.has_rank(dp_rank) {
             return;
@@ -115,8 +95,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Asks the shim once more about a suspect session. `until`: when the session is closed if that
-    /// doesn't help; `None` if the time begins when the request is sent.
+    /// `until`: when the session is closed; `None` if the time begins with the sending.
     fn inspect_again(
         &mut self,
         now: Instant,
@@ -132,8 +111,7 @@ impl Table {
         self.send_shim_requests(now, dp_rank);
     }
 
-    /// Handles the loss of the shim's connection for `dp_rank`. Discards what the shim reported,
-    /// and closes every session that was waiting for the shim's answer.
+    /// Closes every session that was waiting for the shim's answer.
     pub fn handle_shim_down(&mut self, now: Instant, dp_rank: u32) {
         if !self.shims.has_rank(dp_rank) {
             return;
@@ -149,7 +127,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Handles the shim's report of one session.
     fn handle_session_report(&mut self, now: Instant, dp_rank: u32, report: &SessionReport) {
         if let Some(key) = self.sessions.key_of(&report.id).cloned() {
             // The engine opens a session on every rank, but its history is on one rank only.
@@ -165,7 +142,7 @@ impl Table {
         self.shims.report_foreign(dp_rank, report, self.engine.page_tokens);
     }
 
-    /// Takes any report of a session for the answer that it awaits. Only the simulation does that.
+    /// Takes any report for the awaited answer. Only the simulation does that.
     fn settle_by_report(&mut self, now: Instant, key: &SessionKey, report: &SessionReport) {
         match self.sessions[key].state {
             State::Suspect { doubt, .. } => self.settle_doubt(now, key, doubt, Some(report)),
@@ -176,8 +153,8 @@ impl Table {
         }
     }
 
-    /// Handles the shim's answer to the [`Effect::Inspect`](super::Effect::Inspect) with this
-    /// number. `None`: the engine doesn't have the session.
+    /// The answer to the [`Effect::Inspect`](super::Effect::Inspect) with this number; `None`:
+    /// unknown.
     pub fn handle_inspection(
         &mut self,
         now: Instant,
@@ -193,7 +170,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Handles what the shim has found of a suspect session.
     fn settle_doubt(
         &mut self,
         now: Instant,
@@ -226,12 +202,10 @@ impl Table {
         self.process_queue(now);
     }
 
-    /// Handles the shim's reports of sessions that have changed, or that are part of a full table.
-    ///
-    /// The end of a full table means that the engine doesn't have the foreign sessions that it
-    /// lacks. It proves nothing of the agent's own sessions: one that the agent opens or closes
-    /// meanwhile may be listed or not. The shim reports each that ends, and a close is repeated
-    /// until the engine confirms it.
+    /// The end of a full table means that the engine doesn't have the foreign sessions that the
+    /// table lacks. It proves nothing of the agent's own: one that is being opened or closed may be
+    /// listed or not. The shim reports each that ends, and a close is repeated until the engine
+    /// confirms it.
     pub fn handle_session_reports(
         &mut self,
         now: Instant,
@@ -251,7 +225,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Handles the shim's report that a session is closed in the engine.
     pub fn handle_session_gone(&mut self, now: Instant, dp_rank: u32, id: &str) {
         // The engine closes the session on every rank, but its row and KV were on one.
         if let Some(key) = self.sessions.key_of(id).cloned()
@@ -274,8 +247,7 @@ impl Table {
         }
     }
 
-    /// Notes whether the engine is silent: its process runs, but it has said nothing for too long.
-    /// While it is silent, refuses what waits and what comes. Turns inside the engine go on.
+    /// Refuses what waits and what comes; turns inside the engine go on.
     pub fn set_engine_silent(&mut self, now: Instant, reason: Option<String>) {
         self.silent_reason = reason;
         if let Err(error) = self.check_engine_speaks() {
@@ -286,23 +258,20 @@ impl Table {
         self.debug_check();
     }
 
-    /// Returns why the engine is silent, as the table was told.
     #[must_use]
     pub fn silent_reason(&self) -> Option<&String> {
         self.silent_reason.as_ref()
     }
 
-    /// Refuses a turn or an open while the engine is silent.
     pub(super) fn check_engine_speaks(&self) -> Result<(), Error> {
         self.silent_reason.clone().map_or(Ok(()), |reason| Err(Error::EngineSilent(reason)))
     }
 
-    /// Handles the loss of the engine process, and with it of all rows, KV and histories. `engine`
-    /// describes the engine from now on.
+    /// All rows, KV and histories are lost too. `engine` describes the next engine.
     pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
         self.refuse_waiting(now, &Error::EngineLost);
         // In case the same process answers again, the journal keeps the closes until it names
-        // another engine process.
+        // another.
         self.closes.reset(engine.page_tokens);
         self.tickets.forget_samples();
         self.reset_weights();
@@ -319,15 +288,13 @@ impl Table {
             if !is_lost_already {
                 self.effects.report_event(key, SessionEvent::EngineLost);
             }
-            // A running turn still ends under its old incarnation id. A session without running
-            // turns gets a new id.
+            // A running turn still ends under its old incarnation id.
             if self.sessions[key].turns.running == 0 {
                 self.sessions.reincarnate(key);
             }
             self.change_session(key, |session| session.lose(GoneReason::EngineRestarted));
         }
-        // Sessions that were closing are closed now. Sessions of ranks that no longer exist can't
-        // continue.
+        // Closing sessions are closed now. Those of ranks that no longer exist can't continue.
         let rank_count = engine.ranks.len();
         for key in keys {
             let session = &self.sessions[&key];

@@ -1,14 +1,9 @@
 //! Hands the sessions over to the next agent process, and takes them up from the last one.
 //!
-//! An incarnation is one life of a session in the engine. A planned restart leaves the incarnations
-//! open there. The next process takes a pinned session up as suspect: its turns wait until the shim
-//! (Berth's part in the engine's process) reports the history that the last process knew. What
-//! can't be proven is closed at the engine, and the session's next turn is told that it is lost.
-//! Sessions on the radix tree need no proof, because their turns send the whole conversation.
-//!
-//! The owner task begins a hand-over with [`Table::begin_handover`], and calls [`Table::hand_over`]
-//! once nothing is unsettled. It then makes no more changes. The next process calls
-//! [`Table::take_over`] when it has found the engine.
+//! A pinned session is taken up as suspect: its turns wait until the shim reports the history that
+//! the last process knew. What can't be proven is closed, and the session's next turn is told.
+//! Sessions on the radix tree need no proof, because their turns send the whole conversation. After
+//! [`Table::hand_over`], the owner task makes no more changes.
 
 use std::{
     cmp::Reverse,
@@ -28,22 +23,16 @@ use crate::session::{
     journal::OpenIncarnation,
 };
 
-/// How long a session that was handed over waits for the shim. The shim tries to connect to the new
-/// process once a second.
+/// The shim tries to connect to the new process once a second.
 const TAKE_OVER_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// What the journal and the last agent process have left to this one.
 #[derive(Debug, Clone, Default)]
 pub struct Legacy {
-    /// The incarnations that are open in the engine, by id.
     pub open_incarnations: BTreeMap<String, OpenIncarnation>,
-    /// The tags that are open in the engine, by incarnation id.
     pub tags: BTreeSet<String>,
-    /// The sessions that were handed over; none after a crash.
+    /// None after a crash.
     pub sessions: Vec<HandedSession>,
-    /// The time since the hand-over.
     pub age: Duration,
-    /// Whether the engine's process is still the one of the hand-over.
     pub is_same_engine: bool,
 }
 
@@ -54,8 +43,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Returns the number of turns inside the engine, and of sessions whose state an answer of the
-    /// engine or of the shim is about to settle. While turns are held back, that counts as one.
+    /// Turns inside, and sessions that an answer is about to settle. A hold counts as one.
     #[must_use]
     pub fn unsettled_count(&self) -> usize {
         let ranks = self.sessions.all_ranks();
@@ -63,7 +51,6 @@ impl Table {
         self.turns_inside() + unsettled + usize::from(self.hold_reason().is_some())
     }
 
-    /// Returns what the next agent process needs to go on with the sessions.
     #[must_use]
     pub fn hand_over(&self, now: Instant) -> Vec<HandedSession> {
         let sessions = self.sessions.iter();
@@ -72,8 +59,7 @@ impl Table {
         sessions.filter_map(hand_over).collect()
     }
 
-    /// Takes up the sessions that the last agent process has handed over, and closes the other
-    /// incarnations and tags that it left open.
+    /// Closes the other incarnations and tags that the last agent process left open.
     pub fn take_over(&mut self, now: Instant, legacy: Legacy) {
         let Legacy { mut open_incarnations, mut tags, mut sessions, age, is_same_engine } = legacy;
         if let Some(session) = sessions.first().filter(|_| is_same_engine) {
@@ -111,7 +97,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Returns the state in which a session is taken up.
     fn state_to_take_over(
         &self,
         now: Instant,
@@ -154,7 +139,6 @@ impl Table {
         }
     }
 
-    /// Returns the state of a pinned session before the shim has reported it.
     fn unproven(&self, now: Instant, handed: &HandedSession, row: Option<Row>) -> State {
         if !self.settings.guards.is_on(Guard::HandoverVerified) {
             return row.map_or(State::Demoted, State::Open);
@@ -168,7 +152,7 @@ impl Table {
         State::Suspect { row, doubt }
     }
 
-    /// Whether one more pinned session with this many tokens fits. `None` if that can't be.
+    /// Whether one more pinned session fits. `None` if that can't be.
     fn has_room_for(&self, dp_rank: u32, tokens: u64) -> Option<bool> {
         let capacity = self.capacity(dp_rank).ok().filter(|rank| tokens <= rank.pool_tokens)?;
         let held = self.totals(dp_rank);
@@ -224,7 +208,7 @@ impl Table {
     }
 }
 
-/// Returns what the next process must know of a session; `None` if that is nothing.
+/// `None` if the next process need know nothing.
 fn hand_over_session(
     key: &SessionKey,
     session: &Session,

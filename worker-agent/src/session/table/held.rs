@@ -12,7 +12,7 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Returns what a pinned session with this row holds or has reserved.
+    /// What a pinned session with this row holds or has reserved.
     pub(super) fn from_row(row: Option<&Row>, page_tokens: u64) -> Self {
         let tokens = row.map_or(0, |row| row.tokens_max().next_multiple_of(page_tokens));
         Self { rows: u32::from(row.is_some()), tokens }

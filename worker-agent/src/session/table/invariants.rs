@@ -1,17 +1,13 @@
 //! Checks that the session table keeps its promises.
 //!
-//! Debug builds call [`Table::check_invariants`] after each change, and the simulation after each
-//! event. The promises are listed in the doc of [`super`]. Each part of the table counts its own
-//! figures again; this module checks what needs several parts. It changes nothing, and panics if a
-//! promise is broken. The engine's own KV pages are checked elsewhere, in `crate::audit`.
-//!
-//! An incarnation is one life of a session in the engine. A guard is a rule that the simulation can
-//! switch off; the promise that belongs to it is then not checked.
+//! The promises are listed in the doc of [`super`]. A promise is not checked while its guard is
+//! off. Each part of the table counts its own figures again; this module checks what needs several
+//! parts. `crate::audit` checks the engine's own KV pages.
 
 use super::{Guard, RankCapacity, State, Table, tickets::Ticket};
 
 impl Table {
-    /// Checks the table's promises. Panics if one is broken.
+    /// Panics if a promise is broken.
     pub fn check_invariants(&self) {
         let shares = self.settings.shares;
         assert!(self.sessions.len() <= shares.sessions_max, "too many sessions");
@@ -73,7 +69,6 @@ impl Table {
         }
     }
 
-    /// Checks that a rank's totals are within their bounds.
     fn check_rank(&self, dp_rank: u32, capacity: &RankCapacity) {
         let stored_totals = self.totals(dp_rank);
         // Rows that an earlier agent process left open may include the reserved rows.

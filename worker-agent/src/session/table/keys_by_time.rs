@@ -4,13 +4,13 @@ use std::{collections::BTreeSet, time::Instant};
 
 use proto::id::SessionKey;
 
-/// The keys of sessions, the one with the earliest time first. Keys with the same time are in their
-/// own order, so that the same events always lead to the same effects.
+/// The earliest comes first. Keys with the same time are in their own order, so that the same
+/// events always lead to the same effects.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct KeysByTime(BTreeSet<(Instant, SessionKey)>);
 
 impl KeysByTime {
-    /// Moves a key from one time to another. `None` leaves the key out.
+    /// `None` leaves the key out.
     pub(super) fn change(&mut self, key: &SessionKey, from: Option<Instant>, to: Option<Instant>) {
         if from == to {
             return;
@@ -23,12 +23,11 @@ impl KeysByTime {
         }
     }
 
-    /// Returns the earliest time and its key.
     pub(super) fn first(&self) -> Option<&(Instant, SessionKey)> {
         self.0.first()
     }
 
-    /// Returns the keys whose time is not after `now`.
+    /// Includes keys whose time is `now`.
     pub(super) fn until(&self, now: Instant) -> Vec<SessionKey> {
         let due = self.0.iter().take_while(|(time, _)| *time <= now);
         due.map(|(_, key)| key.clone()).collect()

@@ -1,7 +1,4 @@
 //! Refuses tickets that wait in the queue: those that have waited too long, or all of them.
-//!
-//! A ticket is a turn (one request and its answer) or a client's open request. The module
-//! `admission` decides which tickets go to the engine instead.
 
 use std::time::Instant;
 
@@ -10,14 +7,12 @@ use service::refusal::Code;
 use super::{Error, Guard, Table};
 
 impl Table {
-    /// Refuses all tickets in the queue.
     pub(super) fn refuse_waiting(&mut self, now: Instant, error: &Error) {
         while let Some(rid) = self.tickets.queue().front().cloned() {
             self.refuse_ticket(now, &rid, error.clone());
         }
     }
 
-    /// Refuses tickets that have waited too long.
     pub(super) fn refuse_overdue(&mut self, now: Instant) {
         let (wait_max, mut has_refused) = (self.settings.queue_wait_max, false);
         while let Some(rid) = self.tickets.queue().front().cloned() {

@@ -1,9 +1,4 @@
 //! Counts the sessions of each principal, and the rows and tokens that they hold on each rank.
-//!
-//! A principal is the client that a router has authenticated; it is part of each session's key. The
-//! table asks this module how much of a rank each principal holds, so that one principal can't take
-//! what all need. It also asks which session has been at rest for the longest time. This module
-//! decides nothing.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,26 +9,23 @@ use proto::id::SessionKey;
 
 use super::{Session, held::Held, keys_by_time::KeysByTime};
 
-/// The sessions of all principals.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Principals {
-    /// By principal. A principal without sessions has no entry.
+    /// A principal without sessions has no entry.
     principals: BTreeMap<String, PrincipalSessions>,
-    /// The principals by the number of their sessions.
+    /// By the number of their sessions.
     by_size: BTreeSet<(usize, String)>,
-    /// The shared sessions at rest of all principals.
     shared_at_rest: KeysByTime,
     /// By rank: the sessions that hold a row. Includes ranks that no longer exist.
     row_holders: Vec<BTreeSet<SessionKey>>,
 }
 
-/// The sessions of one principal.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct PrincipalSessions {
     sessions: usize,
-    /// By rank: what the sessions hold. A rank on which they hold nothing has no entry.
+    /// By rank. A rank on which the sessions hold nothing has no entry.
     held: BTreeMap<u32, Held>,
-    /// The sessions at rest, by the end of their last turn: the shared and the exclusive ones.
+    /// By the end of the last turn.
     shared_at_rest: KeysByTime,
     exclusive_at_rest: KeysByTime,
 }
@@ -41,13 +33,12 @@ struct PrincipalSessions {
 /// A session that has no turn, and that may be closed or will expire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RestingSession {
-    /// When its last turn ended.
     since: Instant,
     is_exclusive: bool,
 }
 
 impl RestingSession {
-    /// Returns the session's rest; `None` if it is not at rest.
+    /// `None` if the session is not at rest.
     pub(super) fn from_session(session: &Session) -> Option<Self> {
         let rest = Self { since: session.turns.last_end, is_exclusive: session.is_exclusive() };
         session.can_expire().then_some(rest)
@@ -55,7 +46,7 @@ impl RestingSession {
 }
 
 impl Principals {
-    /// Counts a new session, which holds nothing.
+    /// The session must hold nothing.
     pub(super) fn add_session(&mut self, key: &SessionKey) {
         let principal = match self.principals.get_mut(key.principal()) {
             Some(principal) => principal,
@@ -66,7 +57,7 @@ impl Principals {
         self.resize(key.principal(), sessions - 1, sessions);
     }
 
-    /// Forgets a session that holds nothing and is not counted as at rest.
+    /// The session must hold nothing, and not be counted as at rest.
     pub(super) fn remove_session(&mut self, key: &SessionKey) {
         let Some(principal) = self.principals.get_mut(key.principal()) else { return };
         principal.sessions -= 1;
@@ -77,7 +68,6 @@ impl Principals {
         self.resize(key.principal(), sessions + 1, sessions);
     }
 
-    /// Notes that a principal has `to` sessions instead of `from`.
     fn resize(&mut self, principal: &str, from: usize, to: usize) {
         if from > 0 {
             self.by_size.remove(&(from, principal.to_owned()));
@@ -87,7 +77,6 @@ impl Principals {
         }
     }
 
-    /// Notes that a session came to rest, or that its rest has ended.
     pub(super) fn change_resting(
         &mut self,
         key: &SessionKey,
@@ -107,8 +96,7 @@ impl Principals {
         }
     }
 
-    /// Returns the shared session that has been at rest for the longest time: of one principal, or
-    /// of all.
+    /// Returns the shared one at rest for the longest time: of one principal, or of all.
     pub(super) fn longest_shared_rest(&self, principal: Option<&str>) -> Option<&SessionKey> {
         let at_rest = match principal {
             None => Some(&self.shared_at_rest),
@@ -119,8 +107,8 @@ impl Principals {
         at_rest.and_then(KeysByTime::first).map(|(_, key)| key)
     }
 
-    /// Returns the session that has been at rest for the longest time, and since when, of each
-    /// principal with more than `sessions` sessions, the one with the most first.
+    /// Returns the one at rest for the longest time of each principal with more than `sessions`
+    /// sessions, the one with the most first.
     pub(super) fn longest_rests_beyond(
         &self,
         sessions: usize,
@@ -133,7 +121,6 @@ impl Principals {
         })
     }
 
-    /// Notes that what a session holds has changed.
     pub(super) fn change_held(&mut self, key: &SessionKey, dp_rank: u32, from: Held, to: Held) {
         if from == to {
             return;
@@ -160,40 +147,34 @@ impl Principals {
         }
     }
 
-    /// Returns the number of sessions of a principal.
     pub(super) fn sessions(&self, principal: &str) -> usize {
         self.principals.get(principal).map_or(0, |principal| principal.sessions)
     }
 
-    /// Returns the number of principals that have sessions.
     pub(super) fn count(&self) -> usize {
         self.principals.len()
     }
 
-    /// Returns the number of sessions of the principal that has the most.
     pub(super) fn largest(&self) -> usize {
         self.by_size.last().map_or(0, |(sessions, _)| *sessions)
     }
 
-    /// Returns what the sessions of a principal hold on a rank.
     pub(super) fn held(&self, principal: &str, dp_rank: u32) -> Held {
         let held =
             self.principals.get(principal).and_then(|principal| principal.held.get(&dp_rank));
         held.copied().unwrap_or_default()
     }
 
-    /// Returns the most rows that one principal's sessions hold on a rank.
     pub(super) fn most_rows(&self, dp_rank: u32) -> u32 {
         let held = self.principals.values().filter_map(|principal| principal.held.get(&dp_rank));
         held.map(|held| held.rows).max().unwrap_or(0)
     }
 
-    /// Returns the sessions that hold a row of a rank.
     pub(super) fn row_holders(&self, dp_rank: u32) -> impl Iterator<Item = &SessionKey> {
         self.row_holders.get(dp_rank as usize).into_iter().flatten()
     }
 
-    /// Checks that the counts match those of `counted`, which were made from all sessions.
+    /// `counted` was made from all sessions.
     pub(super) fn check_invariants(&self, counted: &Self) {
         assert_eq!(self.principals, counted.principals, "a principal's sessions are miscounted");
         assert_eq!(self.by_size, counted.by_size, "the order of the principals is wrong");

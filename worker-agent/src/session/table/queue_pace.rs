@@ -1,28 +1,23 @@
 //! Estimates when a refused turn would find a place, from how often turns end while others wait.
 //!
-//! The session table records each end of a turn inside the engine. Each end lets about one waiting
-//! turn go on. Clients get the estimate with a refusal, so that they don't come back too early.
+//! Each end lets about one waiting turn go on.
 
 use std::time::{Duration, Instant};
 
-/// Weight of the newest pause between two ends in the mean: one eighth. So the mean follows a
-/// change within about eight turns.
+/// One eighth, so the mean follows a change within about eight turns.
 const NEWEST_WEIGHT: u32 = 8;
-/// The least and the longest time that a client is told to wait. Over a minute, the libraries of
-/// OpenAI and Anthropic wait as they like.
+/// Over a minute, the libraries of OpenAI and Anthropic wait as they like.
 const WAIT_BOUNDS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// How often turns end while others wait.
 #[derive(Debug, Default)]
 pub(super) struct QueuePace {
-    /// The last end, if others waited then. Pauses of an engine without work don't count.
+    /// If others waited then. Pauses of an engine without work don't count.
     last_end: Option<Instant>,
-    /// The mean pause between two ends.
+    /// The mean between two ends.
     pause: Option<Duration>,
 }
 
 impl QueuePace {
-    /// Records the end of a turn while `waiting` turns wait.
     pub(super) fn record_end(&mut self, now: Instant, waiting: usize) {
         if let Some(last_end) = self.last_end {
             let newest = now.saturating_duration_since(last_end);
@@ -32,8 +27,7 @@ impl QueuePace {
         self.last_end = (waiting > 0).then_some(now);
     }
 
-    /// Returns how long it takes until the last of `queued` turns could go on. `None` while no two
-    /// turns have ended in a row.
+    /// Until the last of `queued` turns could go on. `None` while no two turns have ended in a row.
     pub(super) fn estimate_wait(&self, queued: usize) -> Option<Duration> {
         let turns = u32::try_from(queued).unwrap_or(u32::MAX);
         let wait = self.pause?.checked_mul(turns).unwrap_or(WAIT_BOUNDS.1);

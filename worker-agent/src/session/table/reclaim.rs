@@ -1,17 +1,7 @@
 //! Takes KV and rows from idle pinned sessions when another session or a turn needs the room.
 //!
-//! A pinned session keeps its KV and a request row to itself, also between its turns. The session
-//! whose KV is least worth keeping gives way first. If the shim (Berth's part in the engine's
-//! process) can demote the session, its KV goes to the radix tree, and its history stays. Otherwise
-//! the session is closed. Sessions with a running turn are never touched.
-//!
-//! A session is taken if it has been idle for long, if the agent pinned it on its own, or if its
-//! principal (the client that a router has authenticated) holds more than the principal that asks.
-//! A session's owner or an operator may demote it at any time between two turns. Then it is not
-//! closed if the shim can't demote it.
-//!
-//! `admission` and `trim` ask for the room that they lack. They wait until it is free: this module
-//! only starts to free it. The module `closing` closes sessions at the engine.
+//! The session whose KV is least worth keeping gives way first. Its history stays if the shim can
+//! demote it. Sessions with a running turn are never touched. This module only starts to free room.
 
 use std::{
     collections::BTreeMap,
@@ -26,34 +16,28 @@ use super::{
     shim_requests::ShimTask,
 };
 
-/// The resource that a turn or session lacks, with the figures for its error message.
+/// The figures are for the error message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shortage {
     /// One row is missing. Pinned sessions hold `held` of the `max` rows that they may hold.
     Rows { held: u32, max: u32 },
-    /// `missing` tokens are missing. Pinned sessions hold `held` of the `max` tokens that they may
-    /// hold.
+    /// Pinned sessions hold `held` of the `max` tokens that they may hold.
     Tokens { missing: u64, held: u64, max: u64 },
 }
 
 /// For whose sake room is freed. This decides which sessions may lose their KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Requester<'a> {
-    /// A plain turn (one that runs on the radix tree).
     Plain,
-    /// A session that a client of this principal pins.
     Pinned(&'a str),
-    /// A turn of a session that the agent pinned on its own.
     AutoPin,
 }
 
-/// A session that may lose its KV.
 struct Candidate {
     /// Whether the session gives way only because its principal holds more than the requester's.
     is_by_share: bool,
     /// Whether a client pinned the session. Sessions that the agent pinned come first.
     is_pinned_by_client: bool,
-    /// How much keeping the session's KV is worth.
     value: u64,
     key: SessionKey,
     held_tokens: u64,
@@ -74,20 +58,17 @@ impl From<Shortage> for Error {
     }
 }
 
-/// Rows and tokens that are still missing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Missing {
     rows: u64,
     tokens: u64,
 }
 
-/// The longest time after which a session's next turn comes "soon". For a session that resumes
-/// later, keeping its KV doesn't pay.
+/// For a session that resumes later, keeping its KV doesn't pay.
 const RESUMES_SOON_MAX: Duration = Duration::from_secs(120);
 
 impl Table {
-    /// Starts to free room for a shortage, if sessions that may give way hold enough of it. Returns
-    /// false if they don't.
+    /// Returns false if the sessions that may give way don't hold enough.
     pub(super) fn reclaim(
         &mut self,
         now: Instant,
@@ -116,8 +97,8 @@ impl Table {
         true
     }
 
-    /// Frees rows of pinned sessions for the plain sequences that have no row: those inside the
-    /// engine beyond `free_rows`, and `places` more. Frees fewer if fewer sessions may give way.
+    /// Frees rows for the plain sequences that have none: those inside the engine beyond
+    /// `free_rows`, and `places` more. Frees fewer if fewer sessions may give way.
     pub(super) fn reclaim_rows_for_plain_turns(
         &mut self,
         now: Instant,
@@ -140,7 +121,7 @@ impl Table {
         keys.iter().for_each(|key| self.release_kv(now, key));
     }
 
-    /// Returns the sessions that may give way, the one that is least worth keeping first.
+    /// The session that is least worth keeping comes first.
     fn reclaim_candidates(
         &self,
         now: Instant,
@@ -171,9 +152,8 @@ impl Table {
         candidates
     }
 
-    /// Chooses as many candidates as hold the missing room, in their order. A candidate that gives
-    /// way by its principal's share does so only while that principal still holds more than the
-    /// requester's. Returns `None` if the candidates don't hold enough.
+    /// Returns `None` if the candidates don't hold enough. One that gives way by its principal's
+    /// share does so only while that principal still holds more than the requester's.
     fn choose_candidates(
         &self,
         dp_rank: u32,
@@ -210,27 +190,20 @@ impl Table {
         (missing == Missing::default()).then_some(keys)
     }
 
-    /// Whether `requester` may take a session's KV at any time, or because the session is idle. The
-    /// session must be pinned and at rest.
-    ///
-    /// A plain turn or a client's session may take the KV of a session that the agent pinned on its
-    /// own at any time. The KV of a session that a client pinned may be taken only after
-    /// `demote_idle` without a turn. A [`Requester::AutoPin`] may take only the KV of a session
-    /// that the agent pinned on its own, and only after `demote_idle` without a turn.
     fn is_reclaimable(&self, now: Instant, session: &Session, requester: Requester<'_>) -> bool {
         if !self.settings.guards.is_on(Guard::ReclaimIdleOnly) {
             return session.state.is_open();
         }
         let is_idle = session.idle(now) >= self.settings.demote_idle;
         let may_take = match requester {
+            // The agent's own pins yield to clients at once, those of a client when they are idle.
             Requester::Plain | Requester::Pinned(_) => is_idle || session.has_auto_retention(),
             Requester::AutoPin => is_idle && session.has_auto_retention(),
         };
         session.state.is_open() && session.can_expire() && may_take
     }
 
-    /// Whether a session at rest gives way because its principal holds more of what is short than
-    /// the principal of the session that is to be pinned.
+    /// Whether the session is at rest, of a principal that holds more than the requester's.
     fn yields_to_share(
         &self,
         key: &SessionKey,
@@ -254,13 +227,8 @@ impl Table {
         }
     }
 
-    /// Demotes a session between two turns, because its owner or an operator asks. Returns true if
-    /// the session is demoted already. Otherwise the shim is asked, or was asked before, and
-    /// [`Self::demotion_result`] tells the end.
-    ///
-    /// # Errors
-    /// If there is no such session, if it is closing, gone, not pinned or not at rest, or if the
-    /// shim can't demote sessions.
+    /// For the session's owner or an operator. Returns true if it is demoted already; otherwise
+    /// [`Self::demotion_result`] tells the end. A session that the shim can't demote stays.
     pub fn demote_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
         let may_have_turns = !self.settings.guards.is_on(Guard::ReclaimIdleOnly);
@@ -285,9 +253,8 @@ impl Table {
         }
     }
 
-    /// Returns the result of a demotion that began, or `None` while the shim is asked. The owner
-    /// task looks after each change of the session, and takes [`SessionEvent::Demoted`] as success:
-    /// the session's next turn may run by now.
+    /// `None` while the shim is asked. The owner task looks after each change of the session, and
+    /// takes [`SessionEvent::Demoted`] as success: the session's next turn may run by now.
     #[must_use]
     pub fn demotion_result(&self, key: &SessionKey) -> Option<Result<(), Error>> {
         let state = self.sessions.get(key).map(|session| &session.state);
@@ -301,8 +268,6 @@ impl Table {
         })
     }
 
-    /// Asks the shim to give a session's KV to the radix tree. Closes the session if the shim can't
-    /// do that.
     pub(super) fn release_kv(&mut self, now: Instant, key: &SessionKey) {
         if self.shims.can_demote(self.sessions[key].dp_rank) {
             self.begin_demotion(now, key, false);
@@ -311,7 +276,6 @@ impl Table {
         }
     }
 
-    /// Asks the shim to demote a session. `is_asked`: whether its owner or an operator wants that.
     fn begin_demotion(&mut self, now: Instant, key: &SessionKey, is_asked: bool) {
         let request = self.request_of_shim(key, ShimTask::Demote);
         let dp_rank = self.change_session(key, |session| {
@@ -321,8 +285,7 @@ impl Table {
         self.send_shim_requests(now, dp_rank);
     }
 
-    /// Handles the shim's answer to the [`Effect::Demote`](super::Effect::Demote) with this number.
-    /// `is_demoted`: the session's KV is in the radix tree now.
+    /// Takes the answer to the [`Effect::Demote`](super::Effect::Demote) with this number.
     pub fn handle_demotion(&mut self, now: Instant, dp_rank: u32, number: u64, is_demoted: bool) {
         if let Some(key) = self.take_shim_answer(now, dp_rank, number) {
             self.settle_demotion(now, &key, is_demoted);
@@ -330,7 +293,6 @@ impl Table {
         self.debug_check();
     }
 
-    /// Ends the demotion of a session.
     pub(super) fn settle_demotion(&mut self, now: Instant, key: &SessionKey, is_demoted: bool) {
         let State::Demoting { is_asked, .. } = self.sessions[key].state else { return };
         if self.continue_reopen(now, key, is_demoted) {
@@ -346,16 +308,13 @@ impl Table {
         self.process_queue(now);
     }
 
-    /// Returns what the demotions and closes in progress will free.
     fn room_being_freed(&self, now: Instant, dp_rank: u32) -> Held {
         let being_closed = self.closes.being_freed(now, dp_rank);
         self.sessions.rank(dp_rank).being_demoted + being_closed
     }
 }
 
-/// Returns how much keeping an idle session's KV is worth: its history tokens times the chance that
-/// the session resumes soon. If tokens are short, divides this by the tokens that the session
-/// holds.
+/// History tokens times the chance to resume soon; if tokens are short, per token held.
 fn value_of_kept_kv(session: &Session, now: Instant, shortage: &Shortage) -> u64 {
     let saved_tokens =
         gaps::chance_within_milli(session.idle(now), RESUMES_SOON_MAX) * session.history.tokens;

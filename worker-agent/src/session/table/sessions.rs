@@ -1,10 +1,7 @@
 //! Keeps the sessions of the table, their incarnation ids, and what they hold on each rank.
 //!
-//! A session is a conversation of ordered turns. An incarnation is one life of a session in the
-//! engine. Each change of a session goes through [`Sessions::update`], which keeps the figures of
-//! the session's rank and the order of the deadlines right. So no message costs more than the
-//! sessions that it concerns, however many there are. This module decides nothing. It knows neither
-//! turns nor closes, except for the counts that a session keeps of its turns.
+//! Each change of a session goes through [`Sessions::update`], which keeps figures and deadlines
+//! right, so no message costs more than the sessions that it concerns. This module decides nothing.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -21,49 +18,40 @@ use super::{
     principals::{Principals, RestingSession},
 };
 
-/// All sessions of the table. Its many fields: one for each way in which the table looks for
-/// sessions, so that it need not look at all of them.
+/// Its many fields: one for each way in which the table looks for sessions, so that it need not
+/// look at all of them.
 #[derive(Debug)]
 pub(super) struct Sessions {
     /// Ordered by key, so that the same events always produce the same effects.
     sessions: BTreeMap<SessionKey, Session>,
-    /// The key of each session, by the id of its present incarnation.
+    /// By the id of the present incarnation.
     keys_by_incarnation: HashMap<String, SessionKey>,
     /// By rank. Includes ranks that no longer exist, as turns there may still have to end.
     ranks: Vec<RankSessions>,
     principals: Principals,
     page_tokens: u64,
     incarnation_prefix: String,
-    /// The prefixes of earlier agent processes that handed over sessions.
+    /// Of earlier agent processes that handed over sessions.
     adopted_prefixes: BTreeSet<String>,
     is_incarnation_fresh: bool,
-    /// The number of incarnation ids made so far.
     incarnation_count: u64,
-    /// The number of sessions inserted so far.
     generation_count: u64,
-    /// The sessions that something must be done about at a time if nothing happens to them before.
+    /// When something must be done about each session if nothing happens to it before.
     deadlines: KeysByTime,
-    /// Whether sessions expire; see [`Guard::Expiry`].
+    /// See [`Guard::Expiry`].
     is_expiry_on: bool,
-    /// When an idle session that the agent pinned on its own is demoted.
     demote_idle: Duration,
-    /// By rank: whether its shim can demote sessions.
     can_demote: Vec<bool>,
 }
 
-/// What the sessions of one rank hold.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RankSessions {
     pub(super) sessions: u32,
-    /// What pinned sessions hold or have reserved.
     pub(super) held: Held,
-    /// Estimated KV tokens that unpinned sessions have in the radix tree.
     pub(super) tree_tokens: u64,
-    /// Sessions that the engine was asked to open.
     pub(super) opening: usize,
     /// Sessions that close when their last running turn has ended.
     pub(super) closing: usize,
-    /// Sessions about which an answer of the shim is awaited.
     pub(super) await_shim: usize,
     /// The part of `held` that demotions in progress will free.
     pub(super) being_demoted: Held,
@@ -97,7 +85,7 @@ impl Sessions {
         }
     }
 
-    /// Sets the engine's ranks and page size. The sessions must hold nothing.
+    /// The sessions must hold nothing.
     pub(super) fn set_engine(&mut self, rank_count: usize, page_tokens: u64) {
         self.page_tokens = page_tokens;
         let rank_count = rank_count.max(self.ranks.len());
@@ -105,7 +93,6 @@ impl Sessions {
         self.can_demote.resize(rank_count, false);
     }
 
-    /// Sets whether the shim of an existing rank can demote sessions.
     pub(super) fn set_can_demote(&mut self, dp_rank: u32, can_demote: bool) {
         if self.can_demote[dp_rank as usize] == can_demote {
             return;
@@ -136,33 +123,28 @@ impl Sessions {
         self.sessions.iter()
     }
 
-    /// Returns the keys of the sessions for which `is_wanted` holds.
     pub(super) fn keys(&self, is_wanted: impl Fn(&Session) -> bool) -> Vec<SessionKey> {
         let wanted = self.sessions.iter().filter(|(_, session)| is_wanted(session));
         wanted.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Returns the key of the session that has this incarnation.
     pub(super) fn key_of(&self, incarnation: &str) -> Option<&SessionKey> {
         self.keys_by_incarnation.get(incarnation)
     }
 
-    /// Returns what each principal has.
     pub(super) fn principals(&self) -> &Principals {
         &self.principals
     }
 
-    /// Returns the figures of all ranks together, without what sessions hold.
     pub(super) fn all_ranks(&self) -> impl Iterator<Item = &RankSessions> {
         self.ranks.iter()
     }
 
-    /// Returns what the sessions of a rank hold.
     pub(super) fn rank(&self, dp_rank: u32) -> RankSessions {
         self.ranks[dp_rank as usize]
     }
 
-    /// Inserts the session that `make` returns for a new incarnation id and generation.
+    /// `make` gets a new incarnation id and generation.
     pub(super) fn insert(
         &mut self,
         effects: &mut Effects,
@@ -179,7 +161,6 @@ impl Sessions {
         effects.report_change(key);
     }
 
-    /// Removes a session.
     pub(super) fn remove(&mut self, effects: &mut Effects, key: &SessionKey) {
         if let Some(session) = self.sessions.remove(key) {
             let indexed = self.indexed(&session);
@@ -190,7 +171,7 @@ impl Sessions {
         }
     }
 
-    /// Changes a session, and reports that.
+    /// Reports the change; see [`Self::update`].
     pub(super) fn change<T>(
         &mut self,
         effects: &mut Effects,
@@ -202,7 +183,7 @@ impl Sessions {
         result
     }
 
-    /// Changes a session. The caller reports the change, or it concerns nothing that is reported.
+    /// The caller reports the change, or it concerns nothing that is reported.
     pub(super) fn update<T>(
         &mut self,
         key: &SessionKey,
@@ -224,7 +205,7 @@ impl Sessions {
         }
     }
 
-    /// Counts a session as `to`, no longer as `from`. `None`: it is not there.
+    /// `None`: the session is not there.
     fn index(
         &mut self,
         key: &SessionKey,
@@ -246,9 +227,8 @@ impl Sessions {
         self.principals.change_resting(key, resting(from), resting(to));
     }
 
-    /// Returns when something must be done about a session if nothing happens to it until then:
-    /// close it, because the shim has not answered or its idle limit has passed, or demote it.
-    /// `None` if that can't be, for example because a turn of it runs.
+    /// When to close a session, because the shim has not answered or its idle limit has passed, or
+    /// to demote it. `None`, for example, while a turn of it runs.
     fn deadline(&self, session: &Session) -> Option<Instant> {
         if let Some(request) = session.state.shim_request() {
             return request.until;
@@ -258,36 +238,31 @@ impl Sessions {
         [demote_at, expires_at].into_iter().flatten().min()
     }
 
-    /// Whether the session's idle time counts towards its idle limit.
     pub(super) fn may_expire(&self, session: &Session) -> bool {
         self.is_expiry_on && session.can_expire()
     }
 
-    /// Whether the agent pinned the session on its own, no turn of it runs or waits, and the shim
-    /// can demote it.
+    /// Whether the shim can demote a session at rest that the agent pinned on its own.
     pub(super) fn is_idle_auto_pin(&self, session: &Session) -> bool {
         let is_at_rest = session.state.is_open() && session.can_expire();
         is_at_rest && session.has_auto_retention() && self.can_demote[session.dp_rank as usize]
     }
 
-    /// Returns when an idle session that the agent pinned on its own is demoted. From then on, the
-    /// engine may evict its KV when it is used least.
+    /// From then on, the engine may evict the session's KV when it is used least.
     pub(super) fn demotes_at(&self, session: &Session) -> Instant {
         session.turns.last_end + self.demote_idle
     }
 
-    /// Returns the earliest deadline of a session.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
-    /// Returns the sessions whose deadline has passed, that with the earliest one first.
+    /// The earliest deadline first.
     pub(super) fn due(&self, now: Instant) -> Vec<SessionKey> {
         self.deadlines.until(now)
     }
 
-    /// Gives a session a new incarnation id, so that a late close of the old incarnation can't
-    /// close the session.
+    /// So that a late close of the old incarnation can't close the session.
     pub(super) fn reincarnate(&mut self, key: &SessionKey) {
         let new_id = self.next_incarnation(key);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
@@ -296,7 +271,6 @@ impl Sessions {
         self.keys_by_incarnation.insert(new_id, key.clone());
     }
 
-    /// Returns a new incarnation id.
     fn next_incarnation(&mut self, key: &SessionKey) -> String {
         if !self.is_incarnation_fresh {
             return format!("{}-{}", self.incarnation_prefix, key.digest());
@@ -305,8 +279,7 @@ impl Sessions {
         format!("{}-{}", self.incarnation_prefix, self.incarnation_count)
     }
 
-    /// Whether this agent process, or one that handed over to it, made an incarnation id, even if
-    /// its session was removed.
+    /// Whether this agent process, or one that handed over to it, made the id.
     pub(super) fn has_made(&self, incarnation: &str) -> bool {
         let Some((prefix, _)) = incarnation.rsplit_once('-') else { return false };
         prefix == self.incarnation_prefix || self.adopted_prefixes.contains(prefix)
@@ -319,8 +292,6 @@ impl Sessions {
         }
     }
 
-    /// Checks that the figures of each rank and the orders match a fresh count, and that each
-    /// session is known by its incarnation id.
     pub(super) fn check_invariants(&self) {
         let mut counted = vec![RankSessions::default(); self.ranks.len()];
         let (mut principals, mut deadlines) = (Principals::default(), KeysByTime::default());

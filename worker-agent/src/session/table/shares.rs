@@ -1,14 +1,10 @@
 //! Bounds what one principal may have while others want some, and makes room for those with less.
 //!
-//! A principal is the client that a router has authenticated. Two kinds of bounds keep one
-//! principal from stopping the others:
-//!
-//! - *A share that yields.* A principal may use everything while no other wants it. It gives up
-//!   what it has to a principal that has less (max-min fairness): places in the queue, sessions of
-//!   a full table, and pinned rows and tokens (`reclaim`).
-//! - *A fixed bound*, where nothing can be taken back: the sessions of one principal, the rows that
-//!   pinned sessions may hold, and the turns inside the engine. The bound on turns applies only
-//!   while another principal is active.
+//! A principal may use everything while no other wants it. What can be taken back (places in the
+//! queue, sessions of a full table, pinned rows and tokens) it gives up to one that has less
+//! (max-min fairness). Where nothing can, there is a fixed bound: the sessions of one principal,
+//! the rows of pinned sessions, and the turns inside the engine, these while another principal is
+//! active.
 
 use std::time::{Duration, Instant};
 
@@ -17,32 +13,28 @@ use service::refusal::Code;
 
 use super::{Error, Guard, Need, Session, Table};
 
-/// The longest idle limit without a setting for it. Added to an `Instant`, a longer one might
-/// overflow.
+/// Added to an `Instant`, a longer one might overflow.
 const IDLE_LIMIT_MAX: Duration = Duration::from_secs(365 * 86_400);
 
-/// The most plain turns that the engine gets beyond those it can run now: about one prefill batch.
-/// With these, the engine never waits for the agent.
+/// The most plain turns beyond those that the engine can run now: about one prefill batch. With
+/// these, the engine never waits for the agent.
 pub(super) const TURNS_AHEAD_MAX: u64 = 8;
 
-/// The share of the engine that a principal has used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TurnShare {
-    /// Its share of the rows that plain turns run in. Turns of pinned sessions still run.
+    /// Of the rows that plain turns run in. Turns of pinned sessions still run.
     Rows,
-    /// Its share of all turns inside the engine.
+    /// Of all turns inside the engine.
     All,
 }
 
 impl Table {
-    /// Returns the longest idle limit that a client may ask for.
     pub(super) fn idle_cap(&self) -> Duration {
         let is_guard_on = self.settings.guards.is_on(Guard::IdleCapped);
         if is_guard_on { self.settings.shares.idle_cap } else { IDLE_LIMIT_MAX }
     }
 
-    /// Returns the share of a rank that a principal would exceed with so many places more, while
-    /// another principal is active.
+    /// What so many places more would exceed while another principal is active.
     pub(super) fn is_at_turn_share(
         &self,
         now: Instant,
@@ -66,13 +58,8 @@ impl Table {
         is_over_rows.then_some(TurnShare::Rows)
     }
 
-    /// Checks that a queued turn's sequences are no more than its principal may have in the engine
-    /// at once: all that pinned sessions leave of a rank, or a share of that while another
-    /// principal is active. They can't be taken back once they run. Returns the need with which the
-    /// turn counts.
-    ///
-    /// # Errors
-    /// [`Error::BatchOverShare`] if they are more.
+    /// Bounds a queued turn's sequences, which can't be taken back once they run, by what pinned
+    /// sessions leave, or one's share of it. Returns the need with which the turn counts.
     pub(super) fn bound_batch(&mut self, now: Instant, rid: &str) -> Result<Need, Error> {
         let ticket = &self.tickets[rid];
         let need = ticket.need().unwrap_or_default();
@@ -93,16 +80,13 @@ impl Table {
         Ok(need)
     }
 
-    /// Returns the part of `places` that one principal may have; at least one.
+    /// At least one.
     fn turn_share(&self, places: u64) -> u64 {
         (places * u64::from(self.settings.shares.turns_milli) / 1000).max(1)
     }
 
-    /// Makes room in the full queue for a ticket of `principal`, which may be in the queue already.
-    /// If another principal has more tickets there, refuses its newest one.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRoom`] if no principal has more tickets in the queue.
+    /// Makes room for a ticket of `principal`, which may be in the full queue already. Refuses the
+    /// newest ticket of a principal that has more.
     pub(super) fn make_queue_place(&mut self, now: Instant, principal: &str) -> Result<(), Error> {
         let guards = self.settings.guards;
         if !guards.is_on(Guard::QueueBound) {
@@ -121,11 +105,6 @@ impl Table {
         Ok(())
     }
 
-    /// Makes room in the table for a session of `principal`.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRoom`] if the principal has as many sessions as it may, or the table is full
-    /// of sessions that can't be closed for this principal.
     pub(super) fn make_session_place(
         &mut self,
         now: Instant,
@@ -147,19 +126,15 @@ impl Table {
         Ok(())
     }
 
-    /// Closes the longest idle session of those that aren't exclusive, to make room in the table.
-    /// With a `principal`, closes one of its sessions. Returns false if there is none. No client
-    /// has pinned such a session or sends deltas to it, so no client relies on it. A later turn may
-    /// still find the session's KV in the radix tree.
+    /// Closes only a session that isn't exclusive. No client has pinned such a session or sends
+    /// deltas to it, so none relies on it. A later turn may still find its KV in the radix tree.
     fn close_longest_idle(&mut self, now: Instant, principal: Option<&str>) -> bool {
         let longest_idle = self.sessions.principals().longest_shared_rest(principal).cloned();
         longest_idle.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
-    /// Closes the longest idle session of the principal that has the most sessions, and more than
-    /// `principal` would have, if the session has been idle for `demote_idle`. Its client may rely
-    /// on it, so this comes last. If that principal has no such session, the next one gives way.
-    /// Returns false if there is none.
+    /// Comes last, because a client may rely on the session: one idle for `demote_idle`, of the
+    /// principal with the most sessions, more than `principal` would have.
     fn close_for(&mut self, now: Instant, principal: &str) -> bool {
         let principals = self.sessions.principals();
         let own = principals.sessions(principal);
@@ -170,7 +145,6 @@ impl Table {
         closable.is_some_and(|key| self.close_session(now, &key).is_ok())
     }
 
-    /// Returns what a principal has on a rank.
     #[must_use]
     pub fn principal_view(&self, now: Instant, principal: &str, dp_rank: u32) -> PrincipalView {
         let shares = self.tickets.shares();
@@ -184,14 +158,12 @@ impl Table {
         }
     }
 
-    /// Returns the sessions at rest that hold a row of a rank.
     pub fn pins_at_rest(&self, dp_rank: u32) -> impl Iterator<Item = (&SessionKey, &Session)> {
         let holders = self.sessions.principals().row_holders(dp_rank);
         let of_key = |key| (key, &self.sessions[key]);
         holders.map(of_key).filter(|(_, session)| session.state.is_open() && session.can_expire())
     }
 
-    /// Returns figures of how evenly principals share the table.
     #[must_use]
     pub fn share_figures(&self) -> ShareFigures {
         let principals = self.sessions.principals();
@@ -204,28 +176,20 @@ impl Table {
     }
 }
 
-/// What one principal has on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PrincipalView {
-    /// The turns inside the engine.
     pub running: u32,
-    /// Those of them that run on the radix tree.
+    /// The turns inside the engine that run on the radix tree.
     pub plain: u32,
-    /// The tickets in the queue, on all ranks.
+    /// Tickets, on all ranks.
     pub queued: usize,
-    /// The rows that pinned sessions hold.
     pub rows_held: u32,
-    /// Whether the principal has used up its share of the turns inside the engine.
     pub is_at_share: bool,
 }
 
-/// How evenly principals share the table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ShareFigures {
-    /// The number of principals that have sessions.
     pub principals: usize,
-    /// The sessions of the principal that has the most.
     pub sessions_max: usize,
-    /// The rows of one rank that the pinned sessions of one principal hold at most.
     pub pinned_rows_max: u32,
 }

@@ -1,16 +1,9 @@
 //! Numbers the requests to the shims, and lets a limited number of them await an answer at once.
 //!
-//! The shim is Berth's part in the engine's process. A request asks a rank's shim to demote one
-//! session (give its KV to the radix tree) or to inspect it (report its history). An answer repeats
-//! the number of its request, so nothing that the shim reports of itself, and no late answer to
-//! another request, is taken for it.
-//!
-//! A shim carries out a few requests per step of its scheduler, and has a bounded queue. So at most
-//! [`TableSettings::shim_requests_max`](super::TableSettings) requests are with one shim at a time,
-//! and the others wait in line here. Only a request that was sent has a deadline: a shim that
-//! answers one request after the other may take as long as it needs for all of them.
-//!
-//! This module keeps the lines, and [`Table`] decides what an answer means. No I/O.
+//! An answer repeats the number of its request, so nothing that the shim reports of itself, and no
+//! late answer, is taken for it. A shim carries out a few requests per step of its scheduler, and
+//! has a bounded queue: the others wait in line here. Only a sent request has a deadline, so a shim
+//! may take as long as it needs for all.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -21,37 +14,32 @@ use proto::id::SessionKey;
 
 use super::{Effect, Guard, ShimRequest, Table};
 
-/// How long a request that was sent awaits its answer. The shim answers within a few scheduler
-/// steps, and even a long prefill step is shorter than this.
+/// The shim answers within a few scheduler steps. Even a long prefill step is shorter than this.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// What a shim is asked to do about a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ShimTask {
     Demote,
-    /// Report the session's history. The turn `rid`, if any, is aborted first. `is_repeat`: the
-    /// last answer came too early, so this request makes a pause first.
+    /// Report the history, after an abort of the turn `rid`. `is_repeat`: the last answer came too
+    /// early, so this request makes a pause first.
     Inspect {
         rid: Option<String>,
         is_repeat: bool,
     },
 }
 
-/// The requests to all shims.
 #[derive(Debug)]
 pub(super) struct ShimRequests {
-    /// The number of requests made so far.
     count: u64,
-    /// The most requests that are with one shim at a time.
+    /// With one shim at a time.
     sent_max: usize,
     ranks: Vec<RankRequests>,
 }
 
-/// The requests to one rank's shim.
 #[derive(Debug, Default)]
 struct RankRequests {
     waiting: VecDeque<WaitingRequest>,
-    /// By number: the requests that the shim has or will get, and until when each counts.
+    /// By number: until when each counts that the shim has or will get.
     sent: BTreeMap<u64, (Instant, SessionKey)>,
 }
 
@@ -67,13 +55,11 @@ impl ShimRequests {
         Self { count: 0, sent_max, ranks: vec![] }
     }
 
-    /// Makes room for the shims of `rank_count` ranks.
     pub(super) fn add_ranks(&mut self, rank_count: usize) {
         let rank_count = rank_count.max(self.ranks.len());
         self.ranks.resize_with(rank_count, RankRequests::default);
     }
 
-    /// Puts a request in line. Returns its number.
     fn add(&mut self, dp_rank: u32, key: SessionKey, task: ShimTask) -> u64 {
         self.count += 1;
         let request = WaitingRequest { number: self.count, key, task };
@@ -81,19 +67,15 @@ impl ShimRequests {
         self.count
     }
 
-    /// Takes the next request in line if the shim may have one more.
     fn next(&mut self, dp_rank: u32) -> Option<WaitingRequest> {
         let rank = &mut self.ranks[dp_rank as usize];
         (rank.sent.len() < self.sent_max).then(|| rank.waiting.pop_front()).flatten()
     }
 
-    /// Takes the answer to a request. Returns the request's session; `None` if no such request
-    /// awaits an answer.
     fn answer(&mut self, dp_rank: u32, number: u64) -> Option<SessionKey> {
         self.ranks.get_mut(dp_rank as usize)?.sent.remove(&number).map(|(_, key)| key)
     }
 
-    /// Forgets all requests to a shim that is gone.
     pub(super) fn clear(&mut self, dp_rank: u32) {
         self.ranks[dp_rank as usize] = RankRequests::default();
     }
@@ -103,13 +85,12 @@ impl ShimRequests {
         self.ranks[dp_rank as usize].sent.retain(|_, (until, _)| *until > now);
     }
 
-    /// Returns the ranks in whose line requests wait.
     fn ranks_with_line(&self) -> Vec<u32> {
         let with_line = (0..).zip(&self.ranks).filter(|(_, rank)| !rank.waiting.is_empty());
         with_line.map(|(dp_rank, _)| dp_rank).collect()
     }
 
-    /// Returns when a place gets free at the latest for which requests wait.
+    /// When a place gets free at the latest for which requests wait.
     pub(super) fn next_place(&self) -> Option<Instant> {
         let with_line = self.ranks.iter().filter(|rank| !rank.waiting.is_empty());
         with_line.flat_map(|rank| rank.sent.values().map(|(until, _)| *until)).min()
@@ -117,15 +98,13 @@ impl ShimRequests {
 }
 
 impl Table {
-    /// Asks the shim of a session's rank. The caller puts the request into the session's state, and
-    /// then calls [`Self::send_shim_requests`].
+    /// The caller puts the request into the session's state, then has it sent.
     pub(super) fn request_of_shim(&mut self, key: &SessionKey, task: ShimTask) -> ShimRequest {
         let dp_rank = self.sessions[key].dp_rank;
         let number = self.shim_requests.add(dp_rank, key.clone(), task);
         ShimRequest { number: Some(number), until: None }
     }
 
-    /// Sends the requests of a rank that are next in line, as many as its shim may have.
     pub(super) fn send_shim_requests(&mut self, now: Instant, dp_rank: u32) {
         while let Some(WaitingRequest { number, key, task }) = self.shim_requests.next(dp_rank) {
             let session = self.sessions.get(&key);
@@ -149,7 +128,7 @@ impl Table {
         }
     }
 
-    /// Sends the requests for which a place is free because another got no answer in time.
+    /// Another request that got no answer in time leaves its place.
     pub(super) fn replace_unanswered_requests(&mut self, now: Instant) {
         for dp_rank in self.shim_requests.ranks_with_line() {
             self.shim_requests.expire(dp_rank, now);
@@ -157,7 +136,7 @@ impl Table {
         }
     }
 
-    /// Takes the answer to a request. Returns the request's session if it still awaits the answer.
+    /// Returns the session if it still awaits this answer.
     pub(super) fn take_shim_answer(
         &mut self,
         now: Instant,

@@ -1,41 +1,32 @@
 //! Keeps what is known of each rank's shim, and what foreign sessions hold there.
 //!
-//! The shim is Berth's part in the engine's process. A foreign session is one that another client
-//! of the engine opened. The shim reports foreign sessions. Without a shim, their KV is estimated.
-//! This module decides nothing.
+//! A foreign session is one that another client of the engine opened. Without a shim, their KV is
+//! estimated. This module decides nothing.
 
 use std::{collections::HashMap, ops::Range};
 
 use super::{SessionReport, held::Held};
 
-/// The most foreign sessions that are tracked per rank. Sessions beyond this number are not
-/// counted.
+/// The most tracked per rank. Sessions beyond this number are not counted.
 const FOREIGN_SESSIONS_MAX: usize = 4096;
 
-/// The shims of all ranks.
 #[derive(Debug, Default)]
 pub(super) struct RankShims {
     ranks: Vec<RankShim>,
-    /// Whether the shim trims full histories, that is, removes the tokens that the turn's session
-    /// already holds.
     trims: bool,
 }
 
-/// The shim of one rank.
 #[derive(Debug, Default)]
 struct RankShim {
-    /// Whether the shim can give a session's KV to the radix tree. `None` while no shim is
-    /// connected.
+    /// `None` while no shim is connected.
     can_demote: Option<bool>,
-    /// The foreign sessions, by their ids in the engine. Empty without a shim.
     foreign_sessions: HashMap<String, ForeignSession>,
-    /// The number of full tables that the shim has begun.
+    /// Full tables that the shim has begun.
     tables: u64,
-    /// What all foreign sessions hold: the sum of the reported sessions, or an estimate.
+    /// The sum of the reported sessions, or an estimate.
     foreign: Held,
 }
 
-/// A session that another client of the engine opened.
 #[derive(Debug, Clone, Copy)]
 struct ForeignSession {
     held: Held,
@@ -44,7 +35,6 @@ struct ForeignSession {
 }
 
 impl RankShims {
-    /// Makes room for the shims of `rank_count` ranks.
     pub(super) fn add_ranks(&mut self, rank_count: usize) {
         let rank_count = rank_count.max(self.ranks.len());
         self.ranks.resize_with(rank_count, RankShim::default);
@@ -58,13 +48,11 @@ impl RankShims {
         self.trims = trims;
     }
 
-    /// Whether the shim trims full histories.
     pub(super) fn trims(&self) -> bool {
         self.trims
     }
 
-    /// Marks that the shim of an existing rank is connected. It reports each foreign session, which
-    /// replaces the estimate.
+    /// The shim reports each foreign session, which replaces the estimate.
     pub(super) fn connect(&mut self, dp_rank: u32, can_demote: bool) {
         let rank = &mut self.ranks[dp_rank as usize];
         rank.can_demote = Some(can_demote);
@@ -72,38 +60,31 @@ impl RankShims {
         rank.foreign = sessions.fold(Held::default(), |sum, session| sum + session.held);
     }
 
-    /// Forgets the shim of an existing rank, and what it reported.
     pub(super) fn disconnect(&mut self, dp_rank: u32) {
         self.ranks[dp_rank as usize] = RankShim::default();
     }
 
-    /// Forgets all shims, and what they reported. Returns the ranks.
     pub(super) fn disconnect_all(&mut self) -> Range<u32> {
         self.ranks.fill_with(RankShim::default);
         0..u32::try_from(self.ranks.len()).expect("few ranks")
     }
 
-    /// Whether a connected shim can verify the histories of suspect sessions.
     pub(super) fn can_verify(&self, dp_rank: u32) -> bool {
         self.ranks[dp_rank as usize].can_demote.is_some()
     }
 
-    /// Whether a connected shim can demote sessions.
     pub(super) fn can_demote(&self, dp_rank: u32) -> bool {
         self.ranks[dp_rank as usize].can_demote == Some(true)
     }
 
-    /// Returns what foreign sessions hold.
     pub(super) fn foreign(&self, dp_rank: u32) -> Held {
         self.ranks[dp_rank as usize].foreign
     }
 
-    /// Estimates the KV tokens of foreign sessions that no shim reports.
     pub(super) fn estimate_foreign(&mut self, dp_rank: u32, tokens: u64) {
         self.ranks[dp_rank as usize].foreign.tokens = tokens;
     }
 
-    /// Handles the shim's report of a foreign session.
     pub(super) fn report_foreign(
         &mut self,
         dp_rank: u32,
@@ -122,15 +103,13 @@ impl RankShims {
         }
     }
 
-    /// Notes that the shim begins a full table of the sessions.
     pub(super) fn begin_table(&mut self, dp_rank: u32) {
         if let Some(rank) = self.ranks.get_mut(dp_rank as usize) {
             rank.tables += 1;
         }
     }
 
-    /// Forgets the foreign sessions that were not reported since the newest full table began.
-    /// Returns whether there were any.
+    /// Drops what was not reported since the newest full table began. Returns whether any was.
     pub(super) fn end_table(&mut self, dp_rank: u32) -> bool {
         let Some(rank) = self.ranks.get_mut(dp_rank as usize) else { return false };
         let (sessions, newest) = (&mut rank.foreign_sessions, rank.tables);
@@ -142,7 +121,7 @@ impl RankShims {
         is_any_gone
     }
 
-    /// Forgets a foreign session that the engine has closed. Returns false if it is unknown.
+    /// Returns false if the session is unknown.
     pub(super) fn forget_foreign(&mut self, dp_rank: u32, id: &str) -> bool {
         let rank = self.ranks.get_mut(dp_rank as usize);
         rank.is_some_and(|rank| {

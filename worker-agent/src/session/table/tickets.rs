@@ -1,13 +1,7 @@
 //! Keeps the turns and open requests of the table, their queue, and each rank's load of turns.
 //!
-//! A ticket is a turn (one request and its answer) between its claim and its end, or the request of
-//! a client that waits for its session to open. Each stage of a ticket has the data that only that
-//! stage has. A plain turn runs on the radix tree, outside pinned sessions. A plain turn is large
-//! if its tokens don't fit into the pool beside a full pin budget, which is the most tokens that
-//! all pinned sessions may hold.
-//!
-//! This module decides nothing and knows no sessions. The rules are in `claims`, `admission`,
-//! `ends` and `trim`.
+//! A plain turn runs on the radix tree, outside pinned sessions. It is large if its tokens don't
+//! fit into the pool beside a full pin budget. This module decides nothing and knows no sessions.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -19,50 +13,40 @@ use std::{
 pub(super) use super::ticket::{ClaimedSession, Inside, Run, Stage, Ticket};
 use super::{Need, PromptStart, Turn, turn_shares::TurnShares};
 
-/// All tickets of the table.
 #[derive(Debug, Default)]
 pub(super) struct Tickets {
-    /// By the id of the turn or open request.
     tickets: BTreeMap<String, Ticket>,
-    /// Ids of the tickets that wait for room, oldest first.
+    /// Oldest first.
     queue: VecDeque<String>,
-    /// The number of turns claimed so far.
     claim_count: u64,
     /// By rank. Includes ranks that no longer exist, as turns there may still have to end.
     loads: Vec<RankLoad>,
     shares: TurnShares,
-    /// The number of turns inside the engine that may put each tag there, by incarnation id.
+    /// The turns inside the engine that may put each tag there, by incarnation id.
     tags: BTreeMap<String, u32>,
 }
 
-/// What turns do to one rank, and the engine's queue there.
 #[derive(Debug, Default)]
 pub(super) struct RankLoad {
-    /// The number of turns whose body is being read.
     pub(super) claimed: u32,
-    /// The number of turns that wait for room.
     pub(super) queued: u32,
-    /// The number of turns inside the engine.
     pub(super) running: u32,
-    /// The number of sequences of those turns.
     sequences: u64,
-    /// The number of sequences of running plain turns.
     plain_sequences: u64,
-    /// KV tokens that each running large turn may need.
+    /// What each running large turn may need.
     large_tokens: Vec<u64>,
-    /// Some plain turns wait for pinned sessions to give up room. This is the number of KV tokens
-    /// that the largest of them needs; 0 if none waits.
+    /// What the largest plain turn needs that waits for pinned sessions; 0 without one.
     largest_waiting_tokens: u64,
-    /// The estimated length of the engine's queue: the length that the engine reported last, plus
-    /// the turns sent since then, minus the turns ended since then. `None` before its first report.
+    /// An estimate: the length that the engine reported last, plus the turns sent and minus the
+    /// turns ended since. `None` before its first report.
     engine_queue_length: Option<i64>,
-    /// When a load sample first found the rank idle: no turn inside the engine and no close
-    /// unconfirmed. `None` if the newest sample found it busy, or a turn has started since.
+    /// When a load sample first found no turn inside the engine and no close unconfirmed. `None` if
+    /// the newest did not, or a turn has started since.
     idle_since: Option<Instant>,
 }
 
 impl Tickets {
-    /// Adds a ticket at its first stage. A ticket that awaits the open of its session is queued.
+    /// A ticket that awaits the open of its session is queued.
     pub(super) fn insert(&mut self, rid: &str, ticket: Ticket) {
         if matches!(ticket.stage, Stage::AwaitsOpen) {
             self.queue.push_back(rid.to_owned());
@@ -73,7 +57,6 @@ impl Tickets {
         assert!(previous.is_none(), "the id of a turn is used twice");
     }
 
-    /// Returns the next position among all claims.
     pub(super) fn next_order(&mut self) -> u64 {
         self.claim_count += 1;
         self.claim_count
@@ -87,12 +70,10 @@ impl Tickets {
         self.tickets.iter().map(|(rid, ticket)| (rid.as_str(), ticket))
     }
 
-    /// Returns the turns inside the engine, by id.
     pub(super) fn inside(&self) -> impl Iterator<Item = (&str, &Ticket, &Inside)> {
         self.iter().filter_map(|(rid, ticket)| Some((rid, ticket, ticket.inside()?)))
     }
 
-    /// Returns the number of turns inside the engine.
     pub(super) fn turns_inside(&self) -> usize {
         self.loads.iter().map(|load| load.running as usize).sum()
     }
@@ -104,7 +85,6 @@ impl Tickets {
         }
     }
 
-    /// Returns the turns inside the engine that have claimed the session of this generation.
     pub(super) fn inside_of_mut(&mut self, generation: u64) -> impl Iterator<Item = &mut Inside> {
         let of_session = self.tickets.values_mut().filter(move |ticket| ticket.is_of(generation));
         of_session.filter_map(|ticket| match &mut ticket.stage {
@@ -113,15 +93,13 @@ impl Tickets {
         })
     }
 
-    /// Returns the orders of the turns inside the engine, of the session of this generation, that
-    /// were given up by their clients.
+    /// The orders of the session's turns that their clients gave up, but are still inside.
     pub(super) fn abandoned_of(&self, generation: u64) -> impl Iterator<Item = u64> {
         let abandoned = self.inside().filter(|(_, _, inside)| inside.abandoned_since.is_some());
         let sessions = abandoned.filter_map(|(_, ticket, _)| ticket.session.as_ref());
         sessions.filter(move |it| it.generation == generation).map(|session| session.order)
     }
 
-    /// Sets how the prompt of a claimed turn begins.
     pub(super) fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
         if let Some(Ticket { stage: Stage::Claimed(prompt_start), .. }) = self.tickets.get_mut(rid)
         {
@@ -129,7 +107,7 @@ impl Tickets {
         }
     }
 
-    /// Queues a claimed turn whose needs are now known. Returns false if there is no such turn.
+    /// Returns false if there is no such turn.
     pub(super) fn queue_turn(&mut self, now: Instant, rid: &str, need: Need) -> bool {
         let is_queued = self.change(rid, |ticket| {
             let Stage::Claimed(start) = &mut ticket.stage else { return false };
@@ -143,7 +121,6 @@ impl Tickets {
         is_queued == Some(true)
     }
 
-    /// Changes what a queued turn needs.
     pub(super) fn set_need(&mut self, rid: &str, bounded: Need) {
         self.change(rid, |ticket| {
             if let Stage::Queued { need, .. } = &mut ticket.stage {
@@ -152,8 +129,7 @@ impl Tickets {
         });
     }
 
-    /// Moves a queued turn into the engine, where `free_rows` are free. `is_aside`: it belongs to
-    /// another conversation than its session's. Returns the beginning of the turn's prompt.
+    /// `is_aside`: the turn belongs to another conversation than its session's.
     pub(super) fn enter_engine(
         &mut self,
         now: Instant,
@@ -199,22 +175,18 @@ impl Tickets {
         prompt_start
     }
 
-    /// Lets a turn run on the radix tree that was admitted to its pinned session.
     pub(super) fn run_beside(&mut self, rid: &str) {
         self.change_inside(rid, |inside| inside.run = Run::Plain { large_tokens: None });
     }
 
-    /// Notes how many tokens a running plain turn needs that is large.
     pub(super) fn mark_large(&mut self, rid: &str, tokens: u64) {
         self.change_inside(rid, |inside| inside.run = Run::Plain { large_tokens: Some(tokens) });
     }
 
-    /// Whether a turn inside the engine may put the tag of this incarnation there.
     pub(super) fn has_tag(&self, incarnation: &str) -> bool {
         self.tags.contains_key(incarnation)
     }
 
-    /// Notes that a turn inside the engine puts no tag there.
     pub(super) fn forget_tag(&mut self, rid: &str) {
         let Some(tag) = self.inside_mut(rid).and_then(|inside| inside.tag.take()) else { return };
         let Some(count) = self.tags.get_mut(&tag) else { return };
@@ -224,7 +196,6 @@ impl Tickets {
         }
     }
 
-    /// Removes a ticket at any stage.
     pub(super) fn remove(&mut self, rid: &str) -> Option<Ticket> {
         self.forget_tag(rid);
         let ticket = self.tickets.remove(rid)?;
@@ -240,8 +211,7 @@ impl Tickets {
         Some(ticket)
     }
 
-    /// Marks waiting deltas (turns with only new tokens) that were claimed after a turn as
-    /// orphaned, because the history that they were to append to will not exist.
+    /// Marks waiting deltas claimed after `of`: their history won't exist.
     pub(super) fn orphan_followers(&mut self, of: &Ticket) {
         let Some(of) = &of.session else { return };
         for ticket in self.tickets.values_mut().filter(|ticket| ticket.inside().is_none()) {
@@ -254,7 +224,6 @@ impl Tickets {
         }
     }
 
-    /// Whether an earlier claimed turn of the same session is not inside the engine yet.
     pub(super) fn has_earlier_claim(&self, than: &ClaimedSession) -> bool {
         let is_earlier = |session: &ClaimedSession| {
             session.generation == than.generation && session.order < than.order
@@ -263,13 +232,11 @@ impl Tickets {
         waiting.filter_map(|ticket| ticket.session.as_ref()).any(is_earlier)
     }
 
-    /// Returns the queued ids, oldest first.
+    /// Oldest first.
     pub(super) fn queue(&self) -> &VecDeque<String> {
         &self.queue
     }
 
-    /// Returns the queued ids in the order in which they are decided on. `is_fair`: principals take
-    /// turns; otherwise the oldest comes first.
     pub(super) fn pass_order(&self, is_fair: bool) -> Vec<String> {
         if !is_fair {
             return self.queue.iter().cloned().collect();
@@ -277,19 +244,16 @@ impl Tickets {
         self.shares.order(&self.queue, |rid| &self.tickets[rid])
     }
 
-    /// Returns the newest queued ticket of the principal whose tickets want the most places, if
-    /// they want more than those of `principal`.
+    /// Of the principal whose tickets want the most places, if more than those of `principal`.
     pub(super) fn newest_of_longest_queue(&self, principal: &str) -> Option<&String> {
         let longest = self.shares.longest_queue(self.shares.queued(principal))?;
         self.queue.iter().rev().find(|rid| self.tickets[*rid].principal == *longest)
     }
 
-    /// Returns the turns of each principal.
     pub(super) fn shares(&self) -> &TurnShares {
         &self.shares
     }
 
-    /// Returns since when the oldest queued ticket waits.
     pub(super) fn oldest_since(&self) -> Option<Instant> {
         self.queue.front().map(|rid| self[rid.as_str()].since)
     }
@@ -302,25 +266,21 @@ impl Tickets {
         &mut self.loads[dp_rank as usize]
     }
 
-    /// Starts a new pass over the queue.
     pub(super) fn start_queue_pass(&mut self) {
         self.loads.iter_mut().for_each(|load| load.largest_waiting_tokens = 0);
     }
 
-    /// Forgets the load samples of an engine that was lost.
     pub(super) fn forget_samples(&mut self) {
         let forget =
             |load: &mut RankLoad| (load.engine_queue_length, load.idle_since) = (None, None);
         self.loads.iter_mut().for_each(forget);
     }
 
-    /// Makes room for the loads of `rank_count` ranks.
     pub(super) fn add_ranks(&mut self, rank_count: usize) {
         let rank_count = rank_count.max(self.loads.len());
         self.loads.resize_with(rank_count, RankLoad::default);
     }
 
-    /// Checks that the loads match a fresh count, and that the queue holds the waiting tickets.
     pub(super) fn check_invariants(&self) {
         let mut loads = Vec::new();
         loads.resize_with(self.loads.len(), RankLoad::default);
@@ -340,7 +300,6 @@ impl Tickets {
         assert_eq!(tags, self.tags, "the tags of turns differ from a fresh count");
     }
 
-    /// Changes a ticket, and keeps the load of its rank right.
     fn change<T>(&mut self, rid: &str, change: impl FnOnce(&mut Ticket) -> T) -> Option<T> {
         let ticket = self.tickets.get_mut(rid)?;
         let load = &mut self.loads[ticket.dp_rank as usize];
@@ -403,7 +362,6 @@ impl RankLoad {
         }
     }
 
-    /// Returns the number of sequences of running plain turns.
     pub(super) fn plain_sequences(&self) -> u64 {
         self.plain_sequences
     }
@@ -415,19 +373,16 @@ impl RankLoad {
         [claimed, queued, running, self.sequences, self.plain_sequences, large_tokens]
     }
 
-    /// Whether so many more sequences stay within `turns_max`.
     pub(super) fn has_places(&self, places: u32, turns_max: u32) -> bool {
         self.sequences + u64::from(places) <= u64::from(turns_max)
     }
 
-    /// Returns the most KV tokens that a large running turn, or a plain turn that waits for pinned
-    /// sessions to give up room, may need.
+    /// Counts large turns that run, and plain turns that wait for pinned sessions to give up room.
     pub(super) fn largest_turn_tokens(&self) -> u64 {
         self.large_tokens.iter().copied().max().unwrap_or(0).max(self.largest_waiting_tokens)
     }
 
-    /// Takes note of the engine's load sample. Returns since when the rank is idle, that is,
-    /// without a turn inside the engine and a close under way.
+    /// Returns since when the rank has no turn inside the engine and no close under way.
     pub(super) fn sample(
         &mut self,
         now: Instant,
@@ -440,17 +395,15 @@ impl RankLoad {
         self.idle_since
     }
 
-    /// Notes that a plain turn waits for pinned sessions to give up room for its `tokens`. Returns
-    /// whether it is the first such turn of this pass over the queue.
+    /// Returns whether the turn is the first of this pass over the queue that waits so.
     pub(super) fn note_wait_for_pins(&mut self, tokens: u64) -> bool {
         let is_first = self.largest_waiting_tokens == 0;
         self.largest_waiting_tokens = self.largest_waiting_tokens.max(tokens);
         is_first
     }
 
-    /// Whether the engine may get a plain turn with so many sequences. It may have `turns_ahead`
-    /// plain sequences more than `free_rows`, and fewer than `turns_ahead` in its own queue. A
-    /// batch that is larger than that may come alone.
+    /// Plain sequences may be `turns_ahead` more than `free_rows`, with fewer than `turns_ahead` in
+    /// the engine's own queue. A batch that is larger than that may come alone.
     pub(super) fn has_engine_room(&self, places: u32, free_rows: u64, turns_ahead: u64) -> bool {
         let engine_waiting =
             self.engine_queue_length.map_or(0, |length| u64::try_from(length).unwrap_or(0));

@@ -1,18 +1,8 @@
 //! Runs full histories in pinned sessions, so that clients without deltas can use pinned KV too.
 //!
-//! A full history is a turn that holds the whole conversation. The engine appends what a turn sends
-//! to a pinned session. So the shim, Berth's part in the engine's process, trims a full history: it
-//! removes the tokens that the session already has. A trim turn is a turn with a full history that
-//! was admitted to a pinned session (see [`super::TurnSession::trim`]). It counts as running there
-//! until the shim has reported its plan. Then it runs in the session, or beside it on the radix
-//! tree.
-//!
-//! This file pins and unpins sessions and handles the shim's plans, which `owner` passes on. The
-//! child `room` decides which sessions the agent pins and how much room their turns get. If the
-//! prompt doesn't continue the history, or needs more room, the shim first asks where the turn may
-//! run. The child `reopen` answers, and may replace the session's incarnation (its life in the
-//! engine) for the turn. The child `must_continue` refuses turns that would replace a history which
-//! deltas (turns with only new tokens) rely on. The child `trim_plan` describes plans and outcomes.
+//! The engine appends what a turn sends to a pinned session, so the shim trims a full history.
+//! Until its plan, such a *trim turn* counts as running in its session. Then it runs there, or
+//! beside it on the radix tree.
 
 mod must_continue;
 mod reopen;
@@ -33,16 +23,12 @@ use super::{
 };
 use crate::shim::trim::Plan;
 
-/// The longest divergence streak (full histories in a row that did not continue the session's)
-/// after which the agent still pins a session on its own. After a longer streak, the client seems
-/// to edit what it sends, or its prompts can't be trimmed, so pinned turns cost more than those on
-/// the radix tree.
+/// After a longer divergence streak, the client seems to edit what it sends, or its prompts can't
+/// be trimmed, so pinned turns cost more than those on the radix tree.
 const DIVERGENCE_STREAK_MAX: u32 = 2;
-/// The agent does not pin a session again for this long after the session lost its pin or found no
-/// room. Each pin costs the engine an open and a close.
+/// After a session lost its pin or found no room. Each pin costs the engine an open and a close.
 const PIN_PAUSE: Duration = Duration::from_secs(30);
 
-/// A turn inside the engine whose full history the shim compares with the session's.
 struct TurnAwaitingPlan {
     key: SessionKey,
     opens_session: bool,
@@ -52,14 +38,12 @@ struct TurnAwaitingPlan {
 }
 
 impl Table {
-    /// Sets whether the shim trims full histories from now on.
     pub fn set_trimming(&mut self, now: Instant, shim_trims: bool) {
         self.shims.set_trims(shim_trims);
         self.process_queue(now);
         self.debug_check();
     }
 
-    /// Returns the retention under which the session's turns run while it is not pinned.
     pub(super) fn unpinned_retention(&self, session: &Session) -> Retention {
         match session.retention() {
             Retention::Pinned if self.engine.retentions.contains(&Retention::Tagged) => {
@@ -70,7 +54,6 @@ impl Table {
         }
     }
 
-    /// Returns how the session's turns run outside its pinned KV.
     pub(super) fn unpinned_run_mode(&self, session: &Session) -> RunMode {
         match self.unpinned_retention(session) {
             Retention::Tagged => RunMode::Tagged,
@@ -78,14 +61,14 @@ impl Table {
         }
     }
 
-    /// Pins an unpinned session. The session's next turn opens it at the engine.
+    /// The session's next turn opens it at the engine.
     pub(super) fn pin(&mut self, now: Instant, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.sessions.reincarnate(key);
         self.change_session(key, |session| session.begin_anew(State::Planned));
     }
 
-    /// Takes the pin from a session that the agent pinned on its own, and closes it at the engine.
+    /// Only for a session that the agent pinned on its own.
     pub(super) fn unpin(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].state != State::Planned {
             self.close_at_engine(now, key);
@@ -93,8 +76,7 @@ impl Table {
         self.unpin_without_close(now, key);
     }
 
-    /// Takes the pin from a session of which nothing is open at the engine, or whose close has
-    /// begun.
+    /// Nothing of the session is open at the engine, or its close has begun.
     pub(super) fn unpin_without_close(&mut self, now: Instant, key: &SessionKey) {
         self.sessions.reincarnate(key);
         let is_tagged = self.unpinned_retention(&self.sessions[key]) == Retention::Tagged;
@@ -106,7 +88,6 @@ impl Table {
         });
     }
 
-    /// Applies the retention that a client asks for to a session whose retention the agent chose.
     /// Does nothing if that would pin the session, or if it is pinned and not at rest.
     pub(super) fn apply_requested_retention(
         &mut self,
@@ -130,16 +111,15 @@ impl Table {
         });
     }
 
-    /// Whether a pin is useless: the shim doesn't trim, the divergence streak is too long, or turns
-    /// of the conversation run at the same time. These find KV only in the radix tree.
     pub(super) fn is_pin_useless(&self, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
+        // Turns of the conversation that run at the same time find KV only in the radix tree.
         !self.shims.trims()
             || session.client.divergence_streak > DIVERGENCE_STREAK_MAX
             || session.turns.has_forked
     }
 
-    /// Prepares a session, of which the engine holds nothing any more, for a full history.
+    /// The engine must hold nothing of the session any more.
     pub(super) fn start_over(&mut self, now: Instant, key: &SessionKey) {
         let session = &self.sessions[key];
         // An engine that has restarted may offer less than the one before.
@@ -156,9 +136,8 @@ impl Table {
         });
     }
 
-    /// Takes the pin from a session that the agent pinned on its own, if its turn finds no room or
-    /// the pin is useless. Returns true if the session's KV goes to the radix tree first, so that
-    /// the turn must wait.
+    /// Takes the pin from a session that the agent pinned on its own. Returns true if its KV goes
+    /// to the radix tree first, so that the turn must wait.
     pub(super) fn yield_pin(&mut self, now: Instant, key: &SessionKey) -> bool {
         let session = &self.sessions[key];
         let can_demote = self.shims.can_demote(session.dp_rank);
@@ -170,7 +149,6 @@ impl Table {
         false
     }
 
-    /// Returns what the shim is asked to do with the full history of a turn that is being admitted.
     pub(super) fn request_trim(
         &mut self,
         key: &SessionKey,
@@ -192,7 +170,7 @@ impl Table {
         }
     }
 
-    /// Returns a turn inside the engine that awaits the shim's plan, if its session still exists.
+    /// Returns `None` if the turn has a plan, or its session is gone.
     fn turn_awaiting_plan(&self, rid: &str) -> Option<TurnAwaitingPlan> {
         let ticket = self.tickets.get(rid)?;
         let Inside { need, run: Run::Pinned { had_no_kv, trim: Trim::Awaited(awaited) }, .. } =
@@ -222,10 +200,8 @@ impl Table {
         }
     }
 
-    /// Handles the shim's final plan for a trim turn, reported before the engine gets the turn.
-    ///
-    /// Returns what became of the turn, and how many tokens the engine need not compute again
-    /// because its session holds them. Returns `None` if the turn has a plan already.
+    /// The shim reports its final plan before the engine gets the turn. Returns how many tokens the
+    /// engine need not compute, as the session holds them; `None` if the turn has a plan already.
     pub fn handle_plan(&mut self, now: Instant, plan: &TrimPlan) -> Option<(TrimOutcome, u64)> {
         let Some(turn) = self.turn_awaiting_plan(&plan.rid) else {
             if plan.decision == Plan::Refused {
@@ -252,9 +228,7 @@ impl Table {
         Some(outcome)
     }
 
-    /// Notes that the engine asks its model again for the request of a turn that has its plan. What
-    /// follows runs outside the session, so the client's history has more than the session's when
-    /// the turn ends.
+    /// What follows runs outside the session, so the client's history gets ahead of the session's.
     fn note_second_turn(&mut self, rid: &str) {
         if let Some(inside) = self.tickets.inside_mut(rid)
             && matches!(inside.trim(), Some(Trim::Planned { .. }))
@@ -263,7 +237,6 @@ impl Table {
         }
     }
 
-    /// Handles a plan by which the turn runs in its session. Returns what `handle_plan` returns.
     fn handle_plan_inside(
         &mut self,
         turn: &TurnAwaitingPlan,
@@ -303,7 +276,6 @@ impl Table {
         (outcome, if *had_no_kv { 0 } else { plan.committed_tokens })
     }
 
-    /// Handles a plan by which the turn runs beside its session, on the radix tree.
     fn handle_plan_beside(
         &mut self,
         now: Instant,
@@ -331,9 +303,8 @@ impl Table {
         (outcome, 0)
     }
 
-    /// Handles a plain turn that may need more than pinned sessions leave of the pool. Such a turn
-    /// would wait in the engine forever, so pinned sessions give up KV: first the turn's own
-    /// session, then others.
+    /// A plain turn that needs more than pinned sessions leave of the pool would wait in the engine
+    /// forever. So these give up KV, the turn's own session first.
     fn make_room_for_large_turn(&mut self, now: Instant, rid: &str, key: &SessionKey, need: Need) {
         let dp_rank = self.sessions[key].dp_rank;
         let Ok(&capacity) = self.capacity(dp_rank) else { return };
@@ -360,12 +331,11 @@ impl Table {
         }
     }
 
-    /// Returns how many of `tokens` don't fit into the pool beside the KV of pinned sessions.
     fn excess_tokens(&self, dp_rank: u32, tokens: u64, pool_tokens: u64) -> u64 {
         (self.totals(dp_rank).pinned_tokens + tokens).saturating_sub(pool_tokens)
     }
 
-    /// Undoes the admission of a turn that changed nothing in its session.
+    /// The turn has changed nothing in its session.
     pub(super) fn undo_admission(&mut self, key: &SessionKey, had_no_kv: bool) {
         self.change_session(key, |session| {
             session.state.release_reserved();
@@ -376,9 +346,7 @@ impl Table {
         });
     }
 
-    /// Handles the shim's report that the turn `rid` became history of `incarnation`, which now has
-    /// `history_tokens`. `was_retracted`: the engine took the turn out of its batch and will resume
-    /// it, so the figure isn't final.
+    /// `was_retracted`: the engine will resume the turn, so `history_tokens` isn't final.
     pub fn handle_commit(
         &mut self,
         rid: &str,
@@ -395,8 +363,7 @@ impl Table {
         }
     }
 
-    /// Records the token counts of a finished full history. Returns the outcome, with the figures
-    /// that the shim reported if the route reported no usage.
+    /// Returns the outcome with the shim's figures if the route reported no usage.
     pub(super) fn measure_full_history(
         &mut self,
         key: &SessionKey,
@@ -440,12 +407,8 @@ impl Table {
         outcome
     }
 
-    /// Settles the end of a trim turn if it leaves the session's history uncertain: the shim
-    /// reported no plan, or it is unknown how the turn ended. Otherwise returns false.
-    ///
-    /// The session becomes suspect: its next turn waits for the shim's report of its history. Any
-    /// history is accepted, because the shim compares each later full history with it. Deltas are
-    /// refused until a full history has run.
+    /// Returns false if the end leaves the session's history certain. Otherwise the session becomes
+    /// suspect and refuses deltas until a full history has run.
     pub(super) fn settle_uncertain_trim(
         &mut self,
         now: Instant,
@@ -482,6 +445,7 @@ impl Table {
             }
         });
         if is_open {
+            // Any history is accepted, because the shim compares each later full history with it.
             self.make_suspect(now, key, Some(ExpectedHistory::AtLeast(0)));
         }
         true

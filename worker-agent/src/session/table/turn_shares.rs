@@ -1,16 +1,8 @@
 //! Counts the turns of each principal, and puts the waiting turns into a fair order.
 //!
-//! A turn counts as the sequences that the engine runs for it: a batch is as many turns as it has
-//! prompts and answers.
-//!
-//! A principal is the client that a router has authenticated. The turn of the principal that has
-//! the fewest turns inside the engine comes first (max-min fairness). The turns of one principal
-//! keep their order, so those of one session do too.
-//!
-//! A principal that is alone may use everything. It counts as alone if no other principal has a
-//! plain turn inside the engine or a ticket in the queue, or had a plain turn there within
-//! [`ACTIVE_FOR`]. A plain turn runs on the radix tree. A turn of a pinned session has a row of its
-//! own, so it doesn't count. This module decides nothing: `admission` asks it.
+//! A batch is as many turns as it has prompts and answers. The principal with the fewest turns
+//! inside the engine comes first (max-min fairness); its turns keep their order. A turn of a pinned
+//! session has a row of its own, so only plain turns make a principal active.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -20,42 +12,35 @@ use std::{
 
 use super::ticket::{Run, Stage, Ticket};
 
-/// How long a principal counts as active after its latest plain turn was sent. Half of a coding
-/// agent's pauses between turns are shorter than 10 s, and three quarters shorter than this.
+/// Since its latest plain turn was sent. Half of a coding agent's pauses between turns are shorter
+/// than 10 s, and three quarters shorter than this.
 const ACTIVE_FOR: Duration = Duration::from_secs(30);
 
-/// The turns of all principals.
 #[derive(Debug, Default)]
 pub(super) struct TurnShares {
-    /// By principal. A principal without turns has no entry.
+    /// A principal without turns has no entry.
     principals: BTreeMap<Arc<str>, PrincipalTurns>,
-    /// The two principals whose plain turns were sent last, and when. Two are enough to tell
-    /// whether a principal other than a given one is active.
+    /// Whose plain turns were sent last. Two tell whether any principal but a given one is active.
     recent: [Option<(Arc<str>, Instant)>; 2],
 }
 
-/// The turns of one principal.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct PrincipalTurns {
-    /// All tickets: turns, and requests that wait for an open.
+    /// Turns, and requests that wait for an open.
     tickets: usize,
-    /// The places of the tickets in the queue.
     queued: usize,
-    /// By rank: the turns inside the engine. A rank without such turns has no entry.
+    /// By rank. A rank without such turns has no entry.
     inside: BTreeMap<u32, TurnsInside>,
 }
 
-/// The sequences of one principal's turns inside one rank of the engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct TurnsInside {
-    /// All turns.
     pub(super) running: u32,
     /// Those that run on the radix tree.
     pub(super) plain: u32,
 }
 
 impl TurnShares {
-    /// Counts a ticket at its stage.
     pub(super) fn add(&mut self, ticket: &Ticket) {
         let principal = match self.principals.get_mut(&ticket.principal) {
             Some(principal) => principal,
@@ -74,7 +59,6 @@ impl TurnShares {
         }
     }
 
-    /// Takes back what [`Self::add`] has counted.
     pub(super) fn remove(&mut self, ticket: &Ticket) {
         let Some(principal) = self.principals.get_mut(&ticket.principal) else { return };
         principal.tickets -= 1;
@@ -96,7 +80,6 @@ impl TurnShares {
         }
     }
 
-    /// Notes that a plain turn of a principal goes to the engine.
     pub(super) fn note_plain_turn(&mut self, principal: &Arc<str>, now: Instant) {
         let is_newest = self.recent[0].as_ref().is_some_and(|(newest, _)| newest == principal);
         if !is_newest {
@@ -105,7 +88,8 @@ impl TurnShares {
         self.recent[0] = Some((Arc::clone(principal), now));
     }
 
-    /// Whether another principal is active. See the module's doc.
+    /// A principal is active with a plain turn inside, or within [`ACTIVE_FOR`], or a queued
+    /// ticket.
     pub(super) fn has_other(&self, principal: &str, now: Instant) -> bool {
         let was_other_active =
             |(recent, at): &(Arc<str>, Instant)| **recent != *principal && now < *at + ACTIVE_FOR;
@@ -117,26 +101,22 @@ impl TurnShares {
             || self.principals.iter().any(is_other_active)
     }
 
-    /// Returns the turns of a principal inside a rank of the engine.
     pub(super) fn inside(&self, principal: &str, dp_rank: u32) -> TurnsInside {
         let principal = self.principals.get(principal);
         principal.and_then(|principal| principal.inside.get(&dp_rank).copied()).unwrap_or_default()
     }
 
-    /// Returns how many places a principal's tickets in the queue want.
     pub(super) fn queued(&self, principal: &str) -> usize {
         self.principals.get(principal).map_or(0, |principal| principal.queued)
     }
 
-    /// Returns the principal whose tickets in the queue want the most places, if they want more
-    /// than `than`.
+    /// Returns the principal whose tickets want the most places, if more than `than`.
     pub(super) fn longest_queue(&self, than: usize) -> Option<&Arc<str>> {
         let longer = self.principals.iter().filter(|(_, principal)| principal.queued > than);
         longer.max_by_key(|(_, principal)| principal.queued).map(|(principal, _)| principal)
     }
 
-    /// Returns the queued tickets in a fair order: first those of the principal with the fewest
-    /// turns inside the engine, counting the tickets that come before in this order.
+    /// The fewest turns inside the engine come first, with the tickets ahead in this order.
     pub(super) fn order<'a>(
         &self,
         queue: &'a VecDeque<String>,
@@ -161,7 +141,6 @@ impl TurnShares {
         places.into_iter().map(|(_, rid)| rid.clone()).collect()
     }
 
-    /// Checks that the counts match a fresh count of all tickets.
     pub(super) fn check_invariants<'a>(&self, tickets: impl Iterator<Item = &'a Ticket>) {
         let mut counted = Self::default();
         tickets.for_each(|ticket| counted.add(ticket));

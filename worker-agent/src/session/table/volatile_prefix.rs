@@ -1,26 +1,16 @@
 //! Feeds each session's tracker of volatile prefixes, and reports what the tracker finds.
-//!
-//! A volatile prefix is a text early in a session's prompts that differs from turn to turn, such as
-//! a timestamp in the system prompt. The tracker itself is [`PrefixTracker`](super::PrefixTracker).
-//! A delta is a turn that holds only new tokens, and so no beginning of a prompt.
-//!
-//! The starts of prompts come from `owner`, and the shim's comparisons from `trim`. What is found
-//! leaves the table as [`Effect::VolatilePrefix`].
 
 use proto::{id::SessionKey, load::VolatilePrefix};
 
 use super::{Effect, Plan, PromptStart, Table, TrimPlan};
 
 impl Table {
-    /// Records how the prompt of a claimed turn begins. The owner calls this before
-    /// [`Table::admit`].
+    /// Must come before [`Table::admit`].
     pub fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
         self.tickets.set_prompt_start(rid, start);
     }
 
-    /// Compares the beginning of an admitted full history with those of the session's earlier
-    /// turns. The caller leaves out deltas, which don't hold the beginning of the prompt.
-    /// `is_aside`: the turn isn't of the session's conversation.
+    /// Not for deltas, which don't hold the beginning of the prompt.
     pub(super) fn compare_prompt_start(
         &mut self,
         key: &SessionKey,
@@ -37,8 +27,7 @@ impl Table {
         self.report_prefix(key, newly_found);
     }
 
-    /// Passes the shim's comparison of a prompt with its session's history to the session's
-    /// tracker, if the prompt doesn't continue that history.
+    /// Does nothing if the prompt continues its session's history.
     pub(super) fn record_divergence(&mut self, key: &SessionKey, plan: &TrimPlan) {
         if plan.decision != Plan::Diverged {
             return;

@@ -1,11 +1,6 @@
 //! Replaces a session's incarnation when a full history diverges from the session's history.
 //!
-//! A full history is a turn that holds the whole conversation. An incarnation is one life of a
-//! session in the engine. The shim, Berth's part in the engine's process, compares the turn's
-//! prompt with the session's history. If the turn can't run in its session as planned, the shim
-//! asks a question first: where may the turn run? The agent may give the old incarnation's KV to
-//! the radix tree and open a new incarnation for the turn. Otherwise the turn runs beside its
-//! session, on the radix tree.
+//! If a turn can't run in its session as planned, the shim first asks where it may run.
 
 use std::time::Instant;
 
@@ -19,16 +14,13 @@ use crate::session::table::{
     tickets::{Inside, Run},
 };
 
-/// A prompt that diverges from its session's history counts as an aside (a request for a title,
-/// say) if it shares less than the history's tokens divided by this number with the history. An
-/// aside runs beside its session, which keeps its history. Only the first of several diverging
-/// turns counts as an aside. If the next turn diverges too, the client has shortened its history.
-/// Where the beginnings of prompts tell the two apart, the module `asides` has decided before.
+/// An aside (a request for a title, say) shares less than this part of the history. Only the first
+/// of several diverging turns counts as one: if the next diverges too, the client has shortened its
+/// history. Where beginnings of prompts tell, `asides` has decided before.
 const ASIDE_DIVISOR: u64 = 4;
 
 impl TrimPlan {
-    /// Whether the prompt shares little of the session's history, as an aside or a shortened
-    /// history does.
+    /// As an aside or a shortened history does.
     fn shares_little(&self) -> bool {
         self.decision == Plan::Diverged
             && self.shared_tokens < self.committed_tokens / ASIDE_DIVISOR
@@ -36,18 +28,15 @@ impl TrimPlan {
 }
 
 impl Table {
-    /// Whether the prompt differs only in or after the session's newest answer, and that answer may
-    /// hold end tokens that its text doesn't show. Then the client has changed nothing, so the
-    /// divergence streak doesn't grow.
+    /// Whether the prompt differs only in or after the newest answer, whose text may hide end
+    /// tokens. Then the client has changed nothing, so the divergence streak doesn't grow.
     pub(super) fn has_hidden_end_tokens(&self, key: &SessionKey, plan: &TrimPlan) -> bool {
         let answer_start = self.sessions[key].client.hidden_end_tokens_from;
         plan.decision == Plan::Diverged
             && answer_start.is_some_and(|answer_start| plan.shared_tokens >= answer_start)
     }
 
-    /// Handles a question of the shim: where may a turn run that can't run in its session as
-    /// planned? An [`Effect::AnswerQuestion`] follows. Without an answer, the shim decides by
-    /// itself after two seconds.
+    /// An [`Effect::AnswerQuestion`] follows. Without one, the shim decides after two seconds.
     pub fn handle_question(&mut self, now: Instant, question: u64, plan: &TrimPlan) {
         let rid = &plan.rid;
         let Some(turn) = self.turn_awaiting_plan(rid) else {
@@ -95,8 +84,7 @@ impl Table {
         self.debug_check();
     }
 
-    /// Gives the KV of the old incarnation to the radix tree if possible, then replaces the
-    /// incarnation.
+    /// Gives the KV of the old incarnation to the radix tree first, if possible.
     fn release_before_reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         let had_no_kv = self.tickets[rid].had_no_kv();
         let (holds_kv, dp_rank) = self.change_session(key, |session| {
@@ -112,9 +100,7 @@ impl Table {
         self.reopen(now, rid, key);
     }
 
-    /// Continues to replace an incarnation after the shim has answered the request to demote the
-    /// old one. `is_demoted`: the old incarnation's KV is in the radix tree now. Returns false if
-    /// no turn of the session waits for that.
+    /// `is_demoted`: the KV is in the radix tree now. Returns false if no turn waits.
     pub(in super::super) fn continue_reopen(
         &mut self,
         now: Instant,
@@ -129,8 +115,7 @@ impl Table {
         true
     }
 
-    /// Closes the old incarnation, and opens a new one for the turn if one is wanted and there is
-    /// room. Otherwise the turn runs beside its session.
+    /// Opens a new incarnation if one is wanted and there is room, or lets the turn run beside.
     fn reopen(&mut self, now: Instant, rid: &str, key: &SessionKey) {
         self.close_at_engine(now, key);
         self.sessions.reincarnate(key);
@@ -160,8 +145,7 @@ impl Table {
         self.effects.write_journal(Record::Turn { incarnation, rid: rid.to_owned() });
     }
 
-    /// Handles the answer to an open that was requested for a turn inside the engine. `is_open`:
-    /// the engine opened the incarnation. Returns false if no turn of the session is inside.
+    /// For an open that a turn inside asked for. Returns false if no turn of the session is inside.
     pub(in super::super) fn finish_reopen(
         &mut self,
         now: Instant,
@@ -177,8 +161,7 @@ impl Table {
             _ => self.answer_run_outside(key),
         }
         if !is_open && self.sessions[key].state.is_closing() {
-            // The incarnation may be open at the engine all the same. It is being closed under its
-            // old id.
+            // The incarnation may be open all the same. It is being closed under its old id.
             self.sessions.reincarnate(key);
             self.change_session(key, |session| session.lose(GoneReason::HistoryUnknown));
         } else if !is_open {
@@ -187,8 +170,7 @@ impl Table {
         true
     }
 
-    /// Leaves a session without an incarnation at the engine, because none was wanted, fitted or
-    /// could be opened. The caller has begun the close of any incarnation that may be open there.
+    /// The caller has begun the close of any incarnation that may be open at the engine.
     fn leave_without_incarnation(&mut self, now: Instant, key: &SessionKey) {
         if self.sessions[key].has_auto_retention() {
             self.unpin_without_close(now, key);
@@ -204,7 +186,6 @@ impl Table {
         }
     }
 
-    /// Returns the id of the session's turn whose question is not answered yet.
     fn rid_with_question(&self, key: &SessionKey) -> Option<String> {
         let has_question = |inside: &Inside| {
             matches!(
@@ -218,7 +199,6 @@ impl Table {
         asked.map(|(rid, ..)| rid.to_owned())
     }
 
-    /// Tells the shim to run the turn in its session, if the turn's question is still open.
     fn answer_run_inside(&mut self, rid: &str, key: &SessionKey) {
         let Some(awaited) = self.awaited_plan_mut(rid) else { return };
         let tokens_max = awaited.request.tokens_max;
@@ -228,8 +208,7 @@ impl Table {
         }
     }
 
-    /// Tells the shim not to run a turn in its session, if a question about a turn of the session
-    /// is open.
+    /// Does nothing if no question about a turn of the session is open.
     pub(in super::super) fn answer_run_outside(&mut self, key: &SessionKey) {
         let Some(rid) = self.rid_with_question(key) else { return };
         let question = self.awaited_plan_mut(&rid).and_then(AwaitedPlan::close_question);
@@ -238,7 +217,6 @@ impl Table {
         }
     }
 
-    /// Answers a question: where a turn may run, with how many prompt tokens at most.
     fn answer_question(&mut self, question: u64, run_in: Option<(String, u64)>) {
         let (incarnation, tokens_max) = run_in.unzip();
         let tokens_max = tokens_max.unwrap_or(0);
@@ -247,8 +225,7 @@ impl Table {
 }
 
 impl Inside {
-    /// Moves a turn to the new `incarnation` of its session. Returns the tokens to reserve if the
-    /// turn is to run there.
+    /// Returns the tokens to reserve if the turn is to run in the new incarnation.
     fn move_to(&mut self, incarnation: &str) -> Option<u64> {
         self.incarnation = Some(incarnation.to_owned());
         let Run::Pinned { had_no_kv, trim: Trim::Awaited(awaited) } = &mut self.run else {

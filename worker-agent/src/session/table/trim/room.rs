@@ -1,12 +1,4 @@
 //! Decides which sessions the agent pins on its own, and how much KV their full histories reserve.
-//!
-//! A full history is a turn that holds the whole conversation. A pinned session keeps its KV and a
-//! request row to itself. The shim, Berth's part in the engine's process, trims a full history: it
-//! removes the tokens that the session already has.
-//!
-//! The modules `admission` and `capacity` ask before a turn is admitted, and `reopen` asks while it
-//! runs. This module only computes. The parent module pins, and the shim enforces the reserved
-//! size.
 
 use std::time::Instant;
 
@@ -15,24 +7,19 @@ use proto::{id::SessionKey, load::Retention};
 use super::DIVERGENCE_STREAK_MAX;
 use crate::session::table::{MeasuredHistory, Need, State, Table};
 
-/// The tokens reserved for an answer are at least this many times the longest answer that the
-/// session had so far. A session that reasons at length usually does so again.
+/// A session that reasons at length usually does so again.
 const LONGEST_ANSWER_FACTOR: u64 = 2;
-/// Tokens that a chat template may put around what a turn adds.
+/// What a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
-/// The agent pins a session on its own only while pinned sessions hold fewer rows than all rows
-/// divided by this number. A pinned session holds its row while it is idle too. If pinned sessions
-/// held more rows, running turns would lack rows while the pool has room.
+/// A pinned session holds its row while it is idle too. With a larger part of the rows, running
+/// turns would lack rows while the pool has room.
 const AUTO_PIN_ROWS_DIVISOR: u32 = 2;
-/// Bytes of text that are counted as one token, to estimate prompts. English and code have 3.5 to
-/// 4.5. If a text has fewer bytes per token, its prompt exceeds the estimate. The shim then reports
-/// the prompt's size, and doesn't run the turn in the reserved room.
+/// English and code have 3.5 to 4.5 bytes per token. If a text has fewer, its prompt exceeds the
+/// estimate, and the shim reports its size instead of running it in the reserved room.
 const BYTES_PER_TOKEN: u64 = 3;
 
 impl Table {
-    /// Whether to pin a session now whose client asked for no retention. The session must have come
-    /// back soon, the shim must be able to trim its full histories, and it must fit without taking
-    /// room from other sessions.
+    /// The session must have come back soon, and fit without taking room from others.
     pub(in super::super) fn should_pin(&self, now: Instant, key: &SessionKey, need: Need) -> bool {
         let session = &self.sessions[key];
         let State::InTree(tree) = &session.state else { return false };
@@ -59,7 +46,6 @@ impl Table {
             && self.fits_pinned(key, self.full_history_target_tokens(key, need))
     }
 
-    /// Whether the session fits into the pin budget and the pool if it holds `target_tokens`.
     pub(super) fn fits_pinned(&self, key: &SessionKey, target_tokens: u64) -> bool {
         let session = &self.sessions[key];
         let row = session.state.row();
@@ -74,18 +60,15 @@ impl Table {
             <= budget.min(pool_room)
     }
 
-    /// Returns the most tokens that a full history and its answer may have.
     pub(in super::super) fn full_history_target_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context_tokens = self.engine.context_tokens;
         let tokens = self.full_history_tokens_max(key, need);
         tokens.saturating_add(self.reserved_answer_tokens(key, need)).min(context_tokens)
     }
 
-    /// Returns the tokens to reserve for an answer. In a session that the agent pinned on its own,
-    /// this is the length that the client expects or else a likely one, and at most the limit.
     /// Clients set limits far above what they expect, so whole limits would leave most of the pin
-    /// budget unused. In a session that a client pinned, and for a turn that ignores the end of its
-    /// answer, it is the whole limit. Without a limit, the context is one.
+    /// budget unused. A session that the agent pinned reserves what the client expects or a likely
+    /// length. One that a client pinned, and a turn that ignores its end, reserve the limit.
     pub(super) fn reserved_answer_tokens(&self, key: &SessionKey, need: Need) -> u64 {
         let context_tokens = self.engine.context_tokens;
         let session = &self.sessions[key];
@@ -100,9 +83,7 @@ impl Table {
         likely_tokens.min(context_tokens).min(limit_tokens)
     }
 
-    /// Returns the most tokens that a full history may have to run in its session. The tokens of an
-    /// earlier full history are known, the added tokens are estimated, and the shim enforces the
-    /// result.
+    /// Added to an earlier full history that was counted. The shim enforces this estimate.
     pub(super) fn full_history_tokens_max(&self, key: &SessionKey, need: Need) -> u64 {
         let prompt_tokens_max = need.prompt_tokens;
         let tokens = match self.sessions[key].client.last_measured {
