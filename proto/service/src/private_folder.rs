@@ -22,11 +22,7 @@ pub enum Error {
         "{folder} belongs to user {owner}, and this process runs as user {uid}: name a folder of \
          your own, or start this process as user {owner}"
     )]
-    OfAnotherUser {
-        folder: PathBuf,
-        owner: u32,
-        uid: u32,
-    },
+    OfAnotherUser { folder: PathBuf, owner: u32, uid: u32 },
     #[error("other users may write to {0}: remove their right with `chmod go-w {0}`")]
     WritableByOthers(PathBuf),
     #[error("{0} is a link or a file: name the folder itself")]

@@ -18,15 +18,9 @@ use super::state::Update;
 pub enum Error {
     /// An event is missing, came twice or came too late.
     #[error("expected event {want} but received event {got}")]
-    Gap {
-        want: u64,
-        got: u64,
-    },
+    Gap { want: u64, got: u64 },
     #[error("the epoch changed from {from} to {to}")]
-    Epoch {
-        from: u64,
-        to: u64,
-    },
+    Epoch { from: u64, to: u64 },
     #[error("{0}")]
     Order(&'static str),
     #[error("received an invalid event")]

@@ -71,9 +71,7 @@ pub type AgentIds = BTreeMap<String, BTreeSet<String>>;
 pub enum Phase {
     Free,
     Member,
-    Leaving {
-        since: Instant,
-    },
+    Leaving { since: Instant },
     Ending,
     Vacated,
 }

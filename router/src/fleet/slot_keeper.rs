@@ -34,7 +34,9 @@ pub enum Step {
 enum Occupancy {
     Running,
     /// The agent shares the counts with all that know its workers.
-    Ended { counts: Vec<Weak<InFlight>> },
+    Ended {
+        counts: Vec<Weak<InFlight>>,
+    },
 }
 
 #[derive(Debug, Default)]

@@ -29,26 +29,16 @@ pub enum NoWorker {
     #[error(transparent)]
     Unpaired(Unpaired),
     #[error("no worker serves model {model:?}; served are: {offered}")]
-    Model {
-        model: String,
-        offered: String,
-    },
+    Model { model: String, offered: String },
     /// No worker that serves the model offers the retention.
     #[error(
         "no worker offers retention {}: {reason}; ask for one of these: {offered}",
         .requested.as_str()
     )]
-    Retention {
-        requested: Retention,
-        offered: String,
-        reason: String,
-    },
+    Retention { requested: Retention, offered: String, reason: String },
     /// No worker that fits otherwise has the weights.
     #[error("no worker has weights {wanted}; workers have: {offered}")]
-    Weights {
-        wanted: String,
-        offered: String,
-    },
+    Weights { wanted: String, offered: String },
 }
 
 #[derive(Debug)]

@@ -19,15 +19,9 @@ use serde::Serialize;
 pub(super) enum Error {
     /// An event is missing or came twice.
     #[error("expected event {want} but received event {got}")]
-    Gap {
-        want: u64,
-        got: u64,
-    },
+    Gap { want: u64, got: u64 },
     #[error("the epoch changed from {from} to {to}")]
-    EpochChanged {
-        from: u64,
-        to: u64,
-    },
+    EpochChanged { from: u64, to: u64 },
     /// A rank's blocks changed without a reset before, or its snapshot ended without a beginning.
     #[error("received a change of rank {0} without a reset before it")]
     NoReset(u32),

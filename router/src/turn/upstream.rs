@@ -45,7 +45,9 @@ const IDLE_CONNECTIONS_PER_AGENT_MAX: usize = 256;
 pub(super) enum SendError {
     Late,
     /// `was_sent`: whether the agent may have received the request.
-    Silent { was_sent: bool },
+    Silent {
+        was_sent: bool,
+    },
     /// This router had no file descriptor or port for a connection. Nothing was sent.
     NoDescriptors(Error),
     Http(Error),
