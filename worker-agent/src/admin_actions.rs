@@ -9,7 +9,6 @@ use serde_json::json;
 
 use crate::{data_port, owner::AgentHandle};
 
-/// Builds the routes.
 pub(crate) fn routes(agent: AgentHandle) -> Router {
     let undrained = agent.clone();
     Router::new()
@@ -17,7 +16,6 @@ pub(crate) fn routes(agent: AgentHandle) -> Router {
         .route("/undrain", post(async move || set_drained(&undrained, false).await))
 }
 
-/// Drains the agent or ends that, and answers with what is left.
 async fn set_drained(agent: &AgentHandle, wanted: bool) -> Response {
     match agent.set_drained(wanted).await {
         Ok(state) => Json(json!({

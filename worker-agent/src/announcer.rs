@@ -1,9 +1,9 @@
 //! Announces the agent to routers, again and again, and withdraws the announcements at its end.
 //!
-//! A router that takes announcements lists the agent for a limited time. Each router has a task of
-//! its own, so that one that doesn't answer delays no other. A task repeats its announcement three
-//! times within that time. A router that can't be reached is tried again after a pause that grows;
-//! one that refuses, with the next announcement, because an operator may change its keys.
+//! Each router has a task of its own, so that one that doesn't answer delays no other. An
+//! announcement is repeated three times within the time for which a router lists the agent. A
+//! router that can't be reached is tried again after a pause that grows; one that refuses, with the
+//! next announcement, because an operator may change its keys.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -37,22 +37,21 @@ use crate::{
     data_port::PortAccess,
 };
 
-/// The longest time for one announcement. A router answers in milliseconds.
+/// A router answers in milliseconds.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(2);
-/// The longest time for all withdrawals at the agent's end: two attempts at a slow router.
+/// Two attempts at a slow router.
 const WITHDRAWAL_TIME_MAX: Duration = Duration::from_secs(5);
-/// The most bytes that are read of an answer. A refusal has some hundred.
+/// A refusal has some hundred bytes.
 const ANSWER_BYTES_MAX: usize = 8 << 10;
 
-/// The announcements of one agent. They end when this value is dropped.
+/// Dropping it ends the announcements.
 #[derive(Debug)]
 pub(crate) struct Announcer {
     is_leaving: watch::Sender<bool>,
 }
 
 impl Announcer {
-    /// Withdraws the announcements at all routers, so that they place nothing more here. Returns
-    /// when all have answered, or after some seconds.
+    /// Returns when all routers have answered, or after some seconds.
     pub(crate) async fn withdraw(&self) {
         self.is_leaving.send_replace(true);
         // Each task ends, and with it its receiver, when its router has answered.
@@ -63,20 +62,17 @@ impl Announcer {
     }
 }
 
-/// The labels of one router's results.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ResultLabels {
     router: String,
     result: &'static str,
 }
 
-/// The label of one router.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RouterLabel {
     router: String,
 }
 
-/// The metrics of the announcements.
 #[derive(Debug, Clone, Default)]
 struct Metrics {
     announcements: Family<ResultLabels, Counter>,
@@ -94,37 +90,26 @@ impl Metrics {
     }
 }
 
-/// Why an announcement failed.
 #[derive(Debug, PartialEq, Eq)]
 enum Failure {
-    /// The router answered, but doesn't list the agent.
     Refused(String),
-    /// No answer came.
     Unreachable(String),
 }
 
-/// The announcements to one router.
 struct Announcement {
     client: Client<Connector, Full<Bytes>>,
     key: Reloaded<HeaderValue>,
-    /// URL of the router, as in the settings.
     router: String,
     agent_id: String,
     control_url: String,
-    /// Prove that the agent is one of the fleet; `None` if it has no token.
+    /// `None` if the agent has no token.
     proofs: Option<Arc<AgentProofs>>,
     interval: Duration,
     ttl_ms: u64,
     metrics: Metrics,
-    /// Why the last announcement failed, if it did.
     failure: Option<Failure>,
 }
 
-/// Starts to announce the agent, whose control port listens at `control`, to the routers of the
-/// settings.
-///
-/// # Errors
-/// If a file of the settings can't be used.
 pub(crate) fn start(
     config: &Config,
     control: SocketAddr,
@@ -169,7 +154,6 @@ pub(crate) fn start(
 }
 
 impl Announcement {
-    /// Announces the agent until it leaves and the router knows that.
     async fn run(mut self, mut leaving: watch::Receiver<bool>) {
         let mut backoff = Backoff::default();
         loop {
@@ -232,7 +216,7 @@ impl Announcement {
         }
     }
 
-    /// Counts a result, and logs a failure when it begins or changes, and its end.
+    /// Logs a failure only when it begins or changes, and its end.
     fn record(&mut self, result: Result<(), Failure>, is_leaving: bool) {
         let router = &self.router;
         let name = match &result {
@@ -260,7 +244,6 @@ impl Announcement {
     }
 }
 
-/// Returns a router's refusal as text: its status, and its own message.
 fn refusal_text(status: StatusCode, body: &[u8]) -> String {
     let body: Option<Value> = serde_json::from_slice(body).ok();
     let message = body.as_ref().and_then(|body| body.pointer("/error/message")?.as_str());

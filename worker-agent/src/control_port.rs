@@ -1,15 +1,10 @@
 //! Serves the control port: the gRPC service through which routers watch and control an agent.
 //!
-//! Routers get load reports, all changes of sessions (chains of turns that share a prefix), all
-//! changes of resident KV blocks, and the model's tokenizer files. They can open, close and
-//! demote sessions, request audits of the KV pool, and drain the agent. Turns (requests and their
-//! answers) don't come here, but to [`crate::data_port`].
-//!
-//! The service only translates: requests go to the owner task through [`AgentHandle`], block
-//! changes come from [`crate::kv_events`], and files from [`model_files`]. Only the claims by which
-//! routers agree on a new session's worker are kept here, because they concern no session that the
-//! agent has, and must be answered within a millisecond. The service has its own thread
-//! and runtime, so large bodies and busy streams on the data port don't delay a load report.
+//! The service only translates: requests go to the owner task, block changes come from
+//! [`crate::kv_events`]. Only the claims by which routers agree on a new session's worker are kept
+//! here, because they concern no session that the agent has, and must be answered within a
+//! millisecond. The service has its own thread and runtime, so large bodies and busy streams on the
+//! data port don't delay a load report.
 
 mod incoming;
 mod load_watch;
@@ -51,65 +46,44 @@ use crate::{
     owner::{self, AgentHandle, PageEnd, RankPageAudit},
 };
 
-/// The maximum number of sessions in one answer to a request to list them. They have about 300 KiB.
+/// A page has about 300 KiB.
 const SESSIONS_PER_PAGE_MAX: usize = 1000;
-/// The maximum number of queued file parts for one router. Together they have at most one MiB.
+/// The queued parts of one router have at most one MiB.
 const FILE_PARTS_QUEUED_MAX: usize = 4;
-/// How long a transfer of files waits for a router that takes no part. Then the transfer ends.
+/// How long a transfer of files waits for a router that takes no part, before it ends.
 const FILE_PART_WAIT_MAX: Duration = Duration::from_secs(20);
-/// The maximum number of routers that fetch files at once. Each occupies a thread of the agent.
+/// Each fetch occupies a thread of the agent.
 const FILE_FETCHES_MAX: usize = 4;
-/// The most bytes of a request. The largest has a session's key; `Prove` is read from anybody.
+/// The largest request has a session's key; `Prove` is read from anybody.
 const REQUEST_BYTES_MAX: usize = 4 << 10;
-/// The interval of keepalive pings, and the time limit for their answers. The pings detect that a
-/// watcher's host has died.
+/// Pings and the time limit for their answers detect that a watcher's host has died.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
-/// The gRPC service.
 #[derive(Debug, Clone)]
 struct ControlService {
     agent: AgentHandle,
-    /// Streams the changes of resident KV blocks.
     kv_events: KvHandle,
-    /// Identifies the agent process.
     epoch: u64,
-    /// The model's tokenizer files; `None` until they are found.
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
-    /// The places for transfers of files: [`FILE_FETCHES_MAX`].
     file_places: Places,
-    /// The places for watchers of loads: [`load_watch::WATCHERS_MAX`].
     load_places: Places,
-    /// The places for watchers of resident blocks: [`kv_events::WATCHERS_MAX`].
     kv_places: Places,
-    /// The tasks that send events to watchers, one per watcher.
     tasks: Tasks,
-    /// By which routers agree on the workers of new sessions.
     claims: Arc<Mutex<ClaimTable>>,
-    /// Proves to routers that the agent holds their token.
     router_auth: RouterAuth,
     metrics: Metrics,
 }
 
-/// The socket of the control port, and who may use it.
 #[derive(Debug)]
 pub struct ControlListener {
-    /// The bound socket.
     pub socket: std::net::TcpListener,
-    /// Who may connect.
     pub access: PortAccess,
-    /// The maximum number of connections.
     pub connections_max: usize,
-    /// Counts the connections that are closed at once.
     pub port_metrics: server::Metrics,
-    /// Counts the streams that are refused.
     pub metrics: Metrics,
 }
 
-/// Starts the control port's thread, and returns its address. The thread ends when `token` is
-/// cancelled.
-///
-/// # Errors
-/// When the thread or its runtime can't be created.
+/// The thread ends when `token` is cancelled.
 pub fn start(
     agent: AgentHandle,
     kv_events: KvHandle,
@@ -165,8 +139,7 @@ pub fn start(
     Ok(addr)
 }
 
-/// Maps an error of the owner task to a gRPC status. As gRPC has few codes, the status's metadata
-/// also has the refusal code, which decides what a client is told.
+/// gRPC has few codes, so the refusal code in the metadata decides what a client is told.
 fn to_status(error: &owner::Error) -> Status {
     let code = data_port::refusal(error).code;
     let text = error.to_string();

@@ -1,21 +1,11 @@
 //! Reads the machine's GPUs through NVML, for the agent's load reports, metrics and health checks.
 //!
-//! A *board* is a whole GPU. A *slice* is a part of a board that MIG has divided. A *device* is a
-//! board or a slice. An *XID* is the driver's number for a GPU error.
+//! A *board* is a whole GPU, a *slice* a part of a board that MIG has divided, a *device* either of
+//! them. An *XID* is the driver's number for a GPU error.
 //!
 //! NVML's calls block, so a thread of its own reads the devices: once a second, and soon after an
-//! event such as an XID. The agent's `lib.rs` starts the thread, `owner` tells it the engine's
-//! processes, and `ledger` puts the newest [`Snapshot`] into load reports. NVML may be missing, and
-//! any single value may be missing too. A missing value is absent, never zero. This module doesn't
-//! use CUDA and changes nothing on a GPU.
-//!
-//! - [`tracker`]: the state of all devices, and the snapshots. Pure, like the next three.
-//! - [`health`] and [`xid`]: whether a board can be used, and which XIDs end that.
-//! - [`select`]: which devices are the engine's.
-//! - [`kv`]: a KV pool's figures in bytes on a device.
-//! - [`process`]: the engine's processes.
-//! - `nvml`: the calls of NVML; [`reading`]: the values that they return.
-//! - [`metrics`]: the Prometheus metrics.
+//! event such as an XID. NVML or any single value may be missing: then it is absent, never zero.
+//! This module doesn't use CUDA and changes nothing on a GPU.
 
 pub mod health;
 pub mod kv;
@@ -51,34 +41,26 @@ use self::{
 };
 use crate::config::{self, Config, selector::Selector};
 
-/// The time between two readings. Shorter intervals bring little, because the driver averages the
-/// utilization over up to a second.
+/// Shorter intervals bring little, because the driver averages the utilization over up to a second.
 const READING_INTERVAL: Duration = Duration::from_secs(1);
-/// The time between two reloads of NVML while a device is missing. A reload takes some tenths of a
-/// second.
+/// A reload takes some tenths of a second.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
-/// The minimum time between two readings, however many events occur.
+/// The minimum holds however many events occur.
 const READING_GAP_MIN: Duration = Duration::from_millis(20);
-/// The pause before NVML is loaded again if the driver doesn't answer yet.
 const LOAD_RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// How long the start of the agent waits for the first reading. A driver that was idle takes some
-/// seconds to answer.
+/// A driver that was idle takes some seconds to answer.
 const FIRST_READING_WAIT_MAX: Duration = Duration::from_secs(10);
-/// The maximum number of queued events. The threads that report XIDs wait while the queue is full.
+/// The threads that report XIDs wait while the queue is full.
 const QUEUED_EVENTS_MAX: usize = 64;
 
-/// Which devices to read, and how.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The setting `devices`: the engine's devices. If empty, the devices that the engine's
-    /// processes run on count as its devices.
+    /// If empty, the devices that the engine's processes run on count.
     pub devices: Vec<Selector>,
-    /// The path of the NVML library. `None`: the driver's library is used.
     pub library: Option<PathBuf>,
-    /// Whether to read NVML's performance counters (GPM) too.
+    /// NVML's performance counters are called GPM.
     pub reads_gpm: bool,
-    /// The time between two reloads of NVML while a device is missing. Only a reload finds a device
-    /// that appears later.
+    /// Only a reload finds a device that appears later.
     pub reload_interval: Duration,
 }
 
@@ -88,31 +70,28 @@ impl Default for Settings {
     }
 }
 
-/// Handle to the GPU thread, which ends when all handles are dropped.
+/// The GPU thread ends when all handles are dropped.
 #[derive(Debug, Clone)]
 pub struct Gpus {
     snapshot: watch::Receiver<Arc<Snapshot>>,
-    /// The engine's scheduler processes, one per DP rank, ordered by rank.
+    /// One per DP rank, ordered by rank.
     schedulers: Arc<watch::Sender<Vec<Scheduler>>>,
-    /// Sends events to the GPU thread, which then takes a reading.
+    /// The GPU thread takes a reading after each event.
     event_sender: mpsc::SyncSender<GpuEvent>,
 }
 
 impl Gpus {
-    /// Returns the newest snapshot.
     #[must_use]
     pub fn snapshot(&self) -> Arc<Snapshot> {
         Arc::clone(&self.snapshot.borrow())
     }
 
-    /// Returns a receiver of the newest snapshot.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<Arc<Snapshot>> {
         self.snapshot.clone()
     }
 
-    /// Sets the scheduler process of a DP rank. The shim, the agent's part inside that process,
-    /// reports it when it connects.
+    /// The shim reports its process when it connects.
     pub fn set_scheduler(&self, scheduler: Scheduler) {
         self.schedulers.send_if_modified(|schedulers| {
             let is_unchanged = schedulers.contains(&scheduler);
@@ -127,11 +106,7 @@ impl Gpus {
     }
 }
 
-/// Starts the GPU thread and waits for its first reading, at most ten seconds. Without NVML, logs
-/// that once; the snapshot then has no devices.
-///
-/// # Errors
-/// When the thread can't be created.
+/// Waits for the first reading, at most ten seconds. Without NVML, the snapshot has no devices.
 pub fn start(settings: Settings) -> std::io::Result<Gpus> {
     let (snapshot_sender, snapshot) = watch::channel(Arc::new(Snapshot::without_devices(now())));
     let (schedulers, scheduler_updates) = watch::channel(vec![]);
@@ -155,7 +130,6 @@ pub fn start(settings: Settings) -> std::io::Result<Gpus> {
     Ok(Gpus { snapshot, schedulers: Arc::new(schedulers), event_sender })
 }
 
-/// The state of the GPU thread.
 struct GpuThread {
     settings: Settings,
     tracker: GpuTracker,
@@ -164,15 +138,13 @@ struct GpuThread {
     snapshot_sender: watch::Sender<Arc<Snapshot>>,
     events: mpsc::Receiver<GpuEvent>,
     event_sender: mpsc::SyncSender<GpuEvent>,
-    /// Dropped after the first reading, or if the driver doesn't answer yet. Dropping it ends the
-    /// wait in [`start`].
+    /// Dropping it ends the wait in [`start`].
     first_reading_sender: Option<mpsc::SyncSender<()>>,
-    /// The engine's devices as last logged: how they were determined, and their UUIDs.
     logged_devices: Option<(Basis, Vec<String>)>,
 }
 
 impl GpuThread {
-    /// Runs until all handles are dropped, or ends at once if this machine has no NVML.
+    /// Ends at once if this machine has no NVML.
     fn run(mut self) {
         let mut known_devices = vec![];
         let mut is_waiting_for_driver = false;
@@ -198,8 +170,7 @@ impl GpuThread {
         }
     }
 
-    /// Reads devices until all handles are dropped or NVML must be reloaded. `known_devices` are
-    /// the devices that NVML listed before the reload. Returns the identities of the devices now.
+    /// Ends also when NVML must be reloaded. `known_devices` were listed before that.
     fn read_until_reload(&mut self, nvml: &Nvml, known_devices: &[Identity]) -> Vec<Identity> {
         let mut devices = nvml::list_devices(nvml, known_devices, self.settings.reads_gpm);
         let identities: Vec<Identity> =
@@ -233,7 +204,6 @@ impl GpuThread {
         identities
     }
 
-    /// Reads all devices and publishes a snapshot.
     fn read_devices(&mut self, read_at: Instant, devices: &mut [DeviceReader<'_>]) {
         let readings: Vec<_> =
             devices.iter_mut().map(|device| (device.identity.clone(), device.read())).collect();
@@ -259,7 +229,6 @@ impl GpuThread {
         self.first_reading_sender = None;
     }
 
-    /// Waits for an event, at most `wait_max`, and handles all queued events.
     fn wait_for_events(&mut self, wait_max: Duration) {
         let Ok(first_event) = self.events.recv_timeout(wait_max) else { return };
         // Other events of the same incident usually arrive during this pause.
@@ -274,7 +243,6 @@ impl GpuThread {
         }
     }
 
-    /// Logs the engine's devices and their health whenever one of these changes.
     fn log_changes(&mut self, snapshot: &Snapshot) {
         let reason_before = self.snapshot_sender.borrow().unhealthy_reason.clone();
         match (&reason_before, &snapshot.unhealthy_reason) {

@@ -1,26 +1,13 @@
 //! Names the rules that keep sessions from blocking the engine, leaking its KV or corrupting it.
 //!
-//! Each rule is a [`Guard`]. This module only lists the rules. The session table (`crate::session`)
-//! applies them, and asks [`Guards::is_on`] first. A simulation switches off one guard at a time,
-//! and its checks must then fail: this proves that the checks test every guard. Only builds with
-//! the feature `guard-switch` can switch a guard off. No released binary has this feature, and
-//! without it [`Guards::is_on`] always returns `true`.
+//! A simulation switches off one guard at a time, and its checks must then fail: this proves that
+//! the checks test every guard. Only builds with the feature `guard-switch` can switch one off, and
+//! no released binary has this feature.
 //!
-//! The words of the rules:
-//! - A *session* is a chain of turns that share a growing history. A *turn* is one request and its
-//!   answer. An *incarnation* is one life of a session in the engine, from an open to a close.
-//! - An *exclusive* session runs one turn at a time. A *pinned* session keeps its KV and a request
-//!   row in the engine. The *pin budget* is the most KV tokens that all pinned sessions may hold. A
-//!   *plain* turn runs without a pinned session. To *demote* a session is to free its KV but keep
-//!   it open.
-//! - A *full history* is a prompt with the whole conversation. A *delta* holds only what is new.
-//! - The *shim* is Berth's part in the engine's process. It compares a full history with the
-//!   session's and reports a *plan*: how the turn runs.
-//! - A *suspect* session may have another history than the agent knows. A *tag* keeps KV in the
-//!   engine's radix tree for longer. The *journal* is the file that lists the open incarnations and
-//!   tags. To *reclaim* a session is to demote or close it, because others need its room.
+//! An *exclusive* session runs one turn at a time. A *plain* turn runs without a pinned session. To
+//! *demote* a session is to free its KV but keep it open, to *reclaim* it is to demote or close it
+//! because others need its room. A *suspect* session may have another history than the agent knows.
 
-/// A rule that keeps one of Berth's promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Guard {
     /// A second turn of an exclusive session stays outside the engine.
@@ -33,13 +20,11 @@ pub enum Guard {
     PinBudget,
     /// The tokens by which a turn may grow its session are reserved before the turn starts.
     GrowthReserved,
-    /// If a session's KV is gone (demoted, aborted), its next turn reserves room for the whole
-    /// history.
+    /// The next turn of a session whose KV is gone reserves room for the whole history.
     HistoryReserved,
     /// A plain turn that needs room held by pinned sessions waits outside the engine.
     LargeTurnWaits,
-    /// The rows and tokens of a closed incarnation stay counted until the engine confirms the
-    /// close.
+    /// A closed incarnation's rows and tokens stay counted until the engine confirms the close.
     CountedUntilClosed,
     /// A close is repeated until the engine confirms it.
     CloseRepeated,
@@ -47,18 +32,15 @@ pub enum Guard {
     AbortBeforeClose,
     /// Each incarnation has an id that was never used before.
     FreshIncarnation,
-    /// If the answer to an open is lost, the incarnation is closed, because it may have been
-    /// opened.
+    /// If the answer to an open is lost, the incarnation is closed: it may have been opened.
     UnknownOpenClosed,
     /// A session that was opened for a turn is closed if that turn is refused.
     UnusedClosed,
-    /// Nothing is appended after a turn whose end the agent did not see, until the history is
-    /// verified.
+    /// Nothing is appended after a turn with an unseen end until the history is verified.
     LostEndSuspect,
     /// Nothing is appended after an answer that its client did not receive.
     UnheardSuspect,
-    /// Nothing is appended after a retracted turn, which the engine took out of its batch and put
-    /// back, until the history is verified.
+    /// Nothing is appended after a turn that the engine put back, until the history is verified.
     RetractionSuspect,
     /// A doubt, or a demotion, is settled only by the shim's answer to the request about it.
     AnswerMatched,
@@ -66,20 +48,17 @@ pub enum Guard {
     RequestsPaced,
     /// A foreign session is forgotten only if a complete session table lacks it.
     TableComplete,
-    /// A session's history becomes uncertain if the engine counts another prompt than the history
-    /// plus what the turn sent.
+    /// A history is uncertain if the engine counts another prompt than history plus turn.
     HistoryChecked,
     /// A session becomes suspect after a full history for which the shim reported no plan.
     PlanReported,
     /// A session takes no delta if its history may lack turns that its client knows.
     ClientAheadRefused,
-    /// Neither a full history nor a delta that opens the session is appended to an existing
-    /// history.
+    /// Only a delta that doesn't open the session is appended to an existing history.
     DeltaOnly,
     /// After a delta, a session takes a full history only if it continues the session's history.
     FullHistoryContinues,
-    /// A session takes deltas only if a client opened it and no full history has replaced its
-    /// history since.
+    /// A session takes deltas only if a client opened it, and no full history replaced its own.
     DeltaNeedsOpen,
     /// A session that was lost when the engine restarted takes no delta.
     LostRefused,
@@ -89,13 +68,11 @@ pub enum Guard {
     ReclaimIdleOnly,
     /// Foreign sessions (those that the agent did not open) count as pinned.
     ForeignCounted,
-    /// An incarnation is written to the journal before the engine is asked to open it, and a tag
-    /// before its first turn is sent.
+    /// The journal has an incarnation before its open, and a tag before its first turn.
     JournalFirst,
     /// Incarnations and tags that an earlier agent process left open are closed.
     TakeoverCloses,
-    /// A pinned session that the last agent process handed over takes no turn before the shim has
-    /// confirmed its history.
+    /// A pinned session that was handed over takes no turn before the shim confirms its history.
     HandoverVerified,
     /// A turn runs on the rank that holds its session's KV.
     RankOfSession,
@@ -121,13 +98,11 @@ pub enum Guard {
     IdleCapped,
     /// No turn of a pinned session continues KV that the engine computed with older weights.
     WeightsFence,
-    /// No delta continues KV of another adapter, cache salt or extra key, and no turn KV of an
-    /// adapter that was loaded or unloaded since.
+    /// No delta continues KV of another identity, no turn KV of an adapter that was reloaded since.
     KvIdentity,
 }
 
 impl Guard {
-    /// All guards.
     pub const ALL: [Self; 45] = [
         Self::OneTurn,
         Self::EndAcknowledged,
@@ -177,7 +152,6 @@ impl Guard {
     ];
 }
 
-/// The guards that are switched on: all, except one that a test may switch off.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Guards {
     #[cfg(feature = "guard-switch")]
@@ -185,14 +159,12 @@ pub struct Guards {
 }
 
 impl Guards {
-    /// Returns all guards except one.
     #[cfg(feature = "guard-switch")]
     #[must_use]
     pub fn without(guard: Guard) -> Self {
         Self { switched_off: Some(guard) }
     }
 
-    /// Returns whether a guard is switched on.
     #[must_use]
     pub fn is_on(self, guard: Guard) -> bool {
         #[cfg(feature = "guard-switch")]

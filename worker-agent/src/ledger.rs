@@ -1,14 +1,7 @@
 //! Keeps the figures of each rank's KV pool, and makes the load reports to routers from them.
 //!
-//! The figures come from four sources: the engine's description, the engine's load samples, the
-//! *shim* (Berth's part inside the engine), and the session table. A rank is one data-parallel (DP)
-//! rank of the engine, with a pool of its own. A session is a chain of turns (one request and its
-//! answer each); a *pinned* session keeps its KV and a request row of the engine between its turns.
-//! Each reported [`Figure`] names its source and its age.
-//!
-//! `owner` passes the samples and figures in, and sends the reports. The child `prefill` measures
-//! the prefill rate. This module admits no turns (`session::table` does), does no I/O and reads no
-//! clock.
+//! Each reported [`Figure`] names its source and its age. This module admits no turns, does no I/O
+//! and reads no clock.
 //!
 //! On their way from the engine to a placement, a rank's figures change their type five times:
 //!
@@ -37,88 +30,70 @@ use crate::{
 
 pub mod prefill;
 
-/// The maximum number of DP ranks of one engine. Queues get their size from it, because they are
-/// created before the agent has reached the engine.
+/// Queues get their size from it, because they are created before the agent has reached the engine.
 const RANKS_MAX: u32 = 256;
 
-/// The longest time that a scheduler may be in one step. An engine that hangs after it got a long
-/// prompt is noticed after this time.
+/// An engine that hangs after it got a long prompt is noticed after this time.
 const STEP_TIME_MAX: Duration = Duration::from_secs(120);
-/// The prefill rate of an engine before it was measured. Slow engines, on a CPU, are as fast.
+/// Slow engines, on a CPU, are as fast.
 const UNMEASURED_TOKENS_PER_S: u64 = 500;
 
-/// The limits for admitting turns and sessions.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// The number of request rows of each rank that pinned sessions leave free.
+    /// The rows of each rank that pinned sessions leave free.
     pub rows_reserve: u32,
-    /// The share of a rank's request rows that pinned sessions may hold, 0 to 1.
+    /// The share of a rank's rows that pinned sessions may hold, 0 to 1.
     pub pin_rows_ratio: f64,
     /// The share of a rank's pool that pinned sessions may hold, 0 to 1.
     pub pin_budget_ratio: f64,
-    /// The maximum number of turns inside the engine, per rank.
+    /// The maximum of turns inside the engine, per rank.
     pub turns_max: u32,
 }
 
 impl Limits {
-    /// Returns the maximum number of turns inside the engine, over all ranks.
     #[must_use]
     pub fn turns_max_over_ranks(&self) -> usize {
         self.turns_max as usize * RANKS_MAX as usize
     }
 }
 
-/// The figures of one engine's pools, by rank.
 #[derive(Debug)]
 pub struct Ledger {
     limits: Limits,
-    /// The engine's description; `None` until an engine process is known.
+    /// `None` until an engine process is known.
     engine: Option<EngineInfo>,
-    /// The newest load sample of the engine; `None` until there is one.
     sample: Option<LoadSample>,
-    /// The prefill rate of each rank.
     prefill_rates: Vec<PrefillRate>,
-    /// By rank: what its connected shim reports.
     shims: HashMap<u32, ShimFigures>,
 }
 
-/// The figures from one rank's shim.
 #[derive(Debug, Default)]
 struct ShimFigures {
-    /// The bytes of a page on each of the rank's devices, which the shim reads from the pool's
-    /// buffers. `None` if the shim can't tell.
+    /// `None` if the shim can't tell. It reads the size from the pool's buffers.
     page_bytes: Option<u64>,
-    /// The newest figures of the pool and the queue; `None` until there are some.
     facts: Option<RankFacts>,
 }
 
-/// Whether the agent and its engine work, as load reports say it.
 #[derive(Debug, Clone, Default)]
 pub struct AgentHealth {
-    /// Why the engine can't take turns; `None` if it can.
     pub unhealthy_reason: Option<String>,
-    /// Whether the agent takes no new sessions.
     pub is_draining: bool,
-    /// Why only a restart of the engine helps; `None` if none is needed.
+    /// Why only a restart of the engine helps.
     pub restart_reason: Option<String>,
-    /// Whether the engine runs whole turns, not only their prompts or their answers.
+    /// False if the engine runs only prompts or only answers.
     pub runs_whole_turns: bool,
-    /// Why the engine runs no turns by its operator's wish; `None` if it runs them.
+    /// Why the engine runs no turns by its operator's wish.
     pub held_reason: Option<String>,
-    /// The engine's weights.
     pub weights: Weights,
 }
 
 impl Ledger {
-    /// Returns a ledger without figures, for an engine that is not known yet.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self { limits, engine: None, sample: None, prefill_rates: vec![], shims: HashMap::new() }
     }
 
-    /// Sets the description of an engine process, and forgets the figures of the process before.
-    /// `retentions` are those that the engine offers. Returns the engine's capacity for the session
-    /// table.
+    /// Forgets the figures of the process before.
     pub fn set_engine(
         &mut self,
         info: &EngineInfo,
@@ -147,7 +122,6 @@ impl Ledger {
         capacity
     }
 
-    /// Takes a load sample of the engine.
     pub fn record_sample(&mut self, sample: LoadSample) {
         for rank in &sample.ranks {
             let rate = self.prefill_rates.get_mut(rank.dp_rank as usize);
@@ -158,23 +132,18 @@ impl Ledger {
         self.sample = Some(sample);
     }
 
-    /// Adds the shim of a rank, which has connected. `page_bytes` is what the shim says of the size
-    /// of a page on each of the rank's devices.
     pub fn add_shim(&mut self, dp_rank: u32, page_bytes: Option<u64>) {
         self.shims.entry(dp_rank).or_default().page_bytes = page_bytes;
     }
 
-    /// Takes the figures that a rank's shim reports.
     pub fn record_facts(&mut self, facts: RankFacts) {
         self.shims.entry(facts.dp_rank).or_default().facts = Some(facts);
     }
 
-    /// Forgets the figures of a rank's shim, which has disconnected.
     pub fn remove_shim(&mut self, dp_rank: u32) {
         self.shims.remove(&dp_rank);
     }
 
-    /// Returns the description of the ranks for routers, including device names.
     #[must_use]
     pub fn describe_ranks(&self, now: Instant, gpus: &Snapshot) -> Vec<Rank> {
         let fixed_properties = |device: Device| Device {
@@ -195,7 +164,6 @@ impl Ledger {
         self.ranks().map(describe_rank).collect()
     }
 
-    /// Returns the load report of all ranks.
     #[must_use]
     pub fn report(
         &self,
@@ -214,8 +182,8 @@ impl Ledger {
             interval,
             ranks: ranks.collect(),
             unhealthy: health.unhealthy_reason,
-            // An engine that needs a restart holds rows or pages that it will never free. So
-            // routers must open no new sessions here, as if the agent drained.
+            // An engine that needs a restart holds rows or pages that it will never free, so
+            // routers must open no new sessions here.
             draining: health.is_draining || health.restart_reason.is_some(),
             restart_required: health.restart_reason,
             held: health.held_reason,
@@ -223,27 +191,23 @@ impl Ledger {
         }
     }
 
-    /// Iterates over the ranks: the engine, the DP rank, and the number of its request rows.
     fn ranks(&self) -> impl Iterator<Item = (&EngineInfo, u32, u32)> {
         self.engine.iter().flat_map(|engine| {
             (0..).zip(&engine.rows).map(move |(dp_rank, &rows)| (engine, dp_rank, rows))
         })
     }
 
-    /// Returns the newest figures from a rank's shim.
     fn facts(&self, dp_rank: u32) -> Option<&RankFacts> {
         self.shims.get(&dp_rank)?.facts.as_ref()
     }
 
-    /// Returns a rank's entry in the newest load sample, and when the sample was made.
     fn rank_sample(&self, dp_rank: u32) -> Option<(&RankSample, Instant)> {
         let sample = self.sample.as_ref()?;
         let rank = sample.ranks.iter().find(|rank| rank.dp_rank == dp_rank)?;
         Some((rank, sample.at))
     }
 
-    /// Returns the load of a rank, without its devices and without the figures that the owner
-    /// task's reporter adds.
+    /// The devices and the figures that the owner task's reporter adds are missing here.
     fn rank_load(
         &self,
         now: Instant,
@@ -270,7 +234,6 @@ impl Ledger {
         };
         let figure_now = |value, source| Some(Figure { value, source, age_ms: 0 });
         let pinned = pinned_figure(now, facts, &totals, pool_tokens);
-        // Foreign sessions are those in the engine that this agent did not open.
         let foreign_tokens = totals.foreign_tokens.min(pinned.value);
         let foreign_source = if facts.is_some() { Source::Shim } else { Source::Estimate };
         let is_foreign_known = foreign_tokens > 0 || facts.is_some();
@@ -298,22 +261,20 @@ impl Ledger {
             foreign_tokens: figure_now(foreign_tokens, foreign_source).filter(|_| is_foreign_known),
             prefill_tokens_per_s: self.prefill_rate(now, dp_rank),
             prefill_backlog_tokens: self.prefill_backlog(now, table, dp_rank),
-            // `report` adds the devices. The reporter adds the newest page audit and the queue of
-            // staged prefills.
+            // `report` adds the devices; the reporter adds the page audit and the staged-prefill
+            // queue.
             devices: vec![],
             pages: None,
             staged_prefill: None,
         }
     }
 
-    /// Returns a rank's prefill rate, in tokens per second.
     fn prefill_rate(&self, now: Instant, dp_rank: u32) -> Option<Figure> {
         let (value, at) = self.prefill_rates.get(dp_rank as usize)?.tokens_per_s()?;
         Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
     }
 
-    /// Estimates how long a rank's scheduler may be in a step that began at `began_at`: the time
-    /// that the prompts take which waited then or came since, at most `STEP_TIME_MAX`.
+    /// The estimate is of the prompts that waited at `began_at` or came since.
     #[must_use]
     pub fn step_time(&self, dp_rank: u32, began_at: Instant, table: &Table) -> Duration {
         let sample = self.rank_sample(dp_rank).map(|(rank, _)| rank);
@@ -329,8 +290,7 @@ impl Ledger {
         Duration::from_millis(step_ms).min(STEP_TIME_MAX)
     }
 
-    /// Returns a rank's backlog: the prompt tokens that wait to be computed. The backlog also
-    /// counts turns that the agent has admitted since the load sample.
+    /// Turns admitted since the load sample are included.
     fn prefill_backlog(&self, now: Instant, table: &Table, dp_rank: u32) -> Option<Figure> {
         let (rank, at) = self.rank_sample(dp_rank)?;
         let unsampled_tokens = table.unsampled_prompt_tokens(dp_rank, at);
@@ -338,7 +298,7 @@ impl Ledger {
         Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
     }
 
-    /// Returns the rank's devices, with the pool's bytes if the pool is known to be on them.
+    /// The pool's bytes are only added if the pool is known to be on the devices.
     fn devices(
         &self,
         now: Instant,
@@ -355,8 +315,7 @@ impl Ledger {
         devices
     }
 
-    /// Returns the size of a rank's pool on each of its devices, if it is known. The size that the
-    /// shim reads from the pool's buffers is more exact than the engine's description.
+    /// The size from the pool's buffers is more exact than the engine's description.
     fn pool(&self, engine: &EngineInfo, dp_rank: u32) -> Option<Pool> {
         let tokens = engine.pool_tokens;
         let from_buffers = self.shims.get(&dp_rank).and_then(|shim| shim.page_bytes).map(|bytes| {
@@ -370,8 +329,7 @@ impl Ledger {
     }
 }
 
-/// Returns the rank's devices. If no GPU was read for the rank, this is the device that the engine
-/// names.
+/// Falls back to the device that the engine names.
 fn read_devices(now: Instant, engine: &EngineInfo, dp_rank: u32, gpus: &Snapshot) -> Vec<Device> {
     let devices = gpus.devices(now, dp_rank);
     if !devices.is_empty() {
@@ -380,7 +338,6 @@ fn read_devices(now: Instant, engine: &EngineInfo, dp_rank: u32, gpus: &Snapshot
     vec![Device { uuid: engine.device.clone(), ..Device::default() }]
 }
 
-/// Returns the tokens that pinned sessions hold on a rank.
 fn pinned_figure(
     now: Instant,
     facts: Option<&RankFacts>,
@@ -405,9 +362,8 @@ fn shim_figure(value: u64, now: Instant, facts: &RankFacts) -> Figure {
     Figure { value, source: Source::Shim, age_ms: age_ms(now, facts.read_at) }
 }
 
-/// Returns the tokens that a session holds in the pool. For a pinned session the engine's usage
-/// figures tell them. For other sessions they are an estimate, because their KV is in the radix
-/// tree, where the engine may evict it.
+/// A pinned session's figure comes from the engine's usage figures. Others are an estimate: the
+/// engine may evict their KV from the radix tree.
 #[must_use]
 pub fn resident_figure(session: &Session) -> Option<Figure> {
     let source = match session.retention() {
@@ -431,7 +387,7 @@ fn share_of(tokens: u64, ratio: f64) -> u64 {
     (tokens as f64 * ratio) as u64
 }
 
-/// Returns the share of `rows`, but at least one row if the share isn't 0.
+/// Returns at least one row if the share isn't 0.
 fn rows_share(rows: u32, ratio: f64) -> u32 {
     let share = u32::try_from(share_of(rows.into(), ratio)).unwrap_or(rows);
     if ratio > 0.0 { share.max(1) } else { 0 }

@@ -1,22 +1,9 @@
 //! Runs the owner task: the only task that changes sessions, and the one that admits turns.
 //!
-//! A session is a chain of turns (one request and its answer each) that share a growing prefix. The
-//! owner task holds the table of all sessions and the ledger (the account of the KV pool). Other
-//! tasks send it messages through [`AgentHandle`], and it handles them one after the other. Two
-//! parts of Berth inside the engine send it events: the *shim* reports the state of the pool and of
-//! its sessions, and the *trimmer* compares full histories with what their sessions hold.
-//!
-//! For each message, the task updates [`session::Table`], which decides but does no I/O. Then it
-//! carries out the effects that the table asks for, and publishes what changed. The task never
-//! waits for the engine: each call runs in a task of its own, whose result is a message too.
-//!
-//! This file passes each message to the parts that it concerns. Each part owns its own state:
-//! `engine_state` and `engine_calls` the engine, `engine_control` what operators do to it, `shims`
-//! and `trim` Berth's parts in it, `waiters` the callers that wait, `reporter` what is published,
-//! `audit_desk` the page audits, `drain` the shutdown, and `volatile_prefix` the warnings of costly
-//! prompts. `handle` has the messages, [`engine_monitor`] polls the engine, [`adapters`] follows
-//! its adapters, and `engine_news` handles what they find. `session_calls` opens, closes and
-//! demotes sessions, and `retentions` follows in which ways the engine can keep them.
+//! For each message through [`AgentHandle`], the task updates [`session::Table`], which decides but
+//! does no I/O, carries out the effects that the table asks for, and publishes what changed. It
+//! never waits for the engine: each call runs in a task of its own, whose result is a message too.
+//! Each part of the task owns its own state; this file only passes messages on.
 
 pub mod adapters;
 mod audit_desk;
@@ -79,11 +66,9 @@ use crate::{
     shim::{Hello, ShimEvent, trim::TrimmerEvent},
 };
 
-/// The maximum number of messages that wait in the owner's mailbox. The owner handles each in
-/// microseconds. When the mailbox is full, callers wait, which bounds memory.
+/// The owner handles each in microseconds. When the mailbox is full, callers wait.
 const MESSAGES_QUEUED_MAX: usize = 1024;
 
-/// Starts the owner task, and returns its handle.
 #[must_use]
 pub fn start(
     setup: OwnerSetup,
@@ -102,7 +87,6 @@ pub fn start(
     handle
 }
 
-/// What the owner task receives.
 struct Inbox {
     trimmer_events: mpsc::Receiver<TrimmerEvent>,
     turn_ends: mpsc::Receiver<TurnEnd>,
@@ -111,16 +95,14 @@ struct Inbox {
     gpus: watch::Receiver<Arc<Snapshot>>,
 }
 
-/// The state of the owner task. Its many fields: each part of the task has its own state.
+/// Its many fields: each part of the task has its own state.
 struct Owner {
-    /// All sessions and turns.
     table: Table,
     engine: EngineState,
     engine_calls: EngineCalls,
     control: EngineControl,
     shims: Shims,
     trimmer: TrimmerLink,
-    /// The handle of this task itself, for the leases of turns.
     handle: AgentHandle,
     waiters: Waiters,
     demotions: PendingDemotions,
@@ -137,11 +119,10 @@ impl Owner {
             let deadline = self.next_deadline();
             tokio::select! {
                 biased;
-                // The trimmer's plan for a turn must be handled before the turn's end, so the
-                // trimmer's messages come before all other messages.
+                // The trimmer's plan for a turn must be handled before the turn's end.
                 Some(event) = inbox.trimmer_events.recv() => self.handle_trimmer_event(event),
-                // Ends of turns come before requests. A client may send its next turn as soon as
-                // it has its answer, and the session must be free by then.
+                // A client may send its next turn as soon as it has its answer: the session must be
+                // free.
                 Some(end) = inbox.turn_ends.recv() => self.handle_turn_end(&end),
                 // The shim's answers have deadlines, and clients could keep the mailbox full.
                 Some(event) = inbox.shim_events.recv() => self.handle_shim_event(event),
@@ -155,14 +136,12 @@ impl Owner {
             }
             self.run_deadlines(now());
             if self.drain.has_handed_over() {
-                // From now on, the sessions are the next process's. What this process still learns
-                // must change nothing.
+                // From now on, the sessions are the next process's: nothing may change them.
                 return token.cancelled().await;
             }
         }
     }
 
-    /// Returns the time at which the task must act if no message comes before.
     fn next_deadline(&self) -> Instant {
         let deadlines = [
             self.table.next_deadline(),
@@ -206,7 +185,7 @@ impl Owner {
         }
     }
 
-    /// Publishes a new load report, and the description if the ranks' GPUs became known.
+    /// Also publishes the description if the ranks' GPUs became known.
     fn publish_report(&mut self, now: Instant) {
         let audits = self.audit_desk.audits();
         let restart = self.table.restart_required(now).or_else(|| audits.restart_reason(now));
@@ -224,7 +203,6 @@ impl Owner {
         }
     }
 
-    /// Publishes the description again, if the engine was reached.
     fn publish_description(&self) {
         if let Some(info) = self.engine.info() {
             let abilities = self.shims.abilities(&self.trimmer);
@@ -255,7 +233,6 @@ impl Owner {
                     self.claim(&principal, claim, is_hint, requested_dp_rank, route_turns);
                 drop(reply.send(claimed));
             }
-            // A turn that is not inside when the sessions are handed over never gets there.
             // The turn was claimed before the drain, and its session may be closed by now.
             OwnerMessage::Admit { rid, reply, .. } if self.drain.has_begun() => {
                 self.table.end_turn(now(), &rid, session::Outcome::Refused);
@@ -306,9 +283,8 @@ impl Owner {
         }
     }
 
-    /// Claims a turn's session, and returns the turn's lease: the proof of the claim, which ends
-    /// with the turn. `claim` is `None` for a turn without a session. `is_hint`: the client only
-    /// hinted at the session, so a turn that the session can't take runs without it.
+    /// `is_hint`: the client only hinted at the session, so a turn that the session can't take runs
+    /// without it.
     fn claim(
         &mut self,
         principal: &str,
@@ -355,7 +331,6 @@ impl Owner {
         })
     }
 
-    /// Refuses a request while the agent drains or the engine is down.
     fn check_usable(&self) -> Result<(), Error> {
         if self.drain.has_begun() { Err(Error::Stopping) } else { self.engine.check_up() }
     }
@@ -429,7 +404,6 @@ impl Owner {
         self.refresh_retentions();
     }
 
-    /// Carries out the effects that the session table asks for, in their order.
     fn carry_out_effects(&mut self) {
         let effects = self.table.take_effects();
         if !effects.is_empty() {

@@ -1,15 +1,12 @@
 //! Serves staged prefill: computes a long prompt in stages, before a router sends its turn.
 //!
-//! A turn is one request and its answer. Short prompts run between the stages, so they don't wait
-//! for the whole long prompt. A router sends the prompt's token ids to a route of the data port,
-//! and gets back how many tokens are left for the turn itself to compute. [`proto::staged_prefill`]
-//! has the protocol.
+//! Short prompts run between the stages, so they don't wait for the whole long prompt.
+//! [`proto::staged_prefill`] has the protocol.
 //!
 //! A stage sends a beginning of the prompt to the engine as a turn without a session. The engine
 //! generates one token, and keeps the prompt's KV in its radix tree. `data_port` admits, counts and
-//! aborts this turn like any other. At most one stage per rank is in the engine.
-//! [`StagedPrefillQueues`] decides which prompt computes the next stage. If the router disconnects,
-//! the computed stages stay cached.
+//! aborts this turn like any other. At most one stage per rank is in the engine. If the router
+//! disconnects, the computed stages stay cached.
 
 use std::{
     sync::Arc,
@@ -43,76 +40,63 @@ use crate::{
     staged_prefill_queue::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s},
 };
 
-/// The maximum bytes of the engine's answer to a stage: one token and its metadata.
+/// One token and its metadata.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// The time limit of a stage, including its waits for room and in the engine's queue. Without the
-/// limit, a prompt without room would block prompts that have room. After the limit, the router
-/// sends the turn without further stages.
+/// Without this limit, a prompt without room would block prompts that have room. After it, the
+/// router sends the turn without further stages.
 const STAGE_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// Computes the prompts that routers send to be staged.
 #[derive(Debug, Clone)]
 pub struct StagedPrefillRunner {
-    /// The queues of all ranks. The owner task reads from them what its load reports say.
+    /// The owner task reads them for its load reports.
     queues: Arc<StagedPrefillQueues>,
-    /// Sends a stage to the engine on the same path as any other turn.
     context: TurnContext,
-    /// The zero of the queues' clock. Each prompt enters its queue with the time since then.
+    /// The queues' clock begins here.
     clock_start: Instant,
 }
 
-/// A prompt to compute in stages.
 #[derive(Debug)]
 struct Prompt {
-    /// The request's body: the prompt's token ids in the encoding of [`decode`].
+    /// Encoded token ids: see [`decode`].
     body: HeldBody,
-    /// Who sent the prompt. Its stages have the caller's rights at the engine.
+    /// The stages have the caller's rights at the engine.
     caller: Caller,
     /// The client on whose behalf the prompt is computed.
     principal: String,
-    /// The number of tokens of the whole prompt.
     prompt_tokens: usize,
     dp_rank: u32,
-    /// The page size of the engine's KV pool, in tokens.
     page_tokens: usize,
-    /// The number of leading tokens that are in the engine's cache.
+    /// Leading tokens that are in the engine's cache.
     resident_tokens: usize,
-    /// The salt of the turn: the engine shares KV only among requests with the same salt. It has
-    /// only characters that JSON doesn't escape.
+    /// The engine shares KV only within one salt. JSON escapes none of its characters.
     cache_salt: Option<String>,
-    /// The context of the trace that the prompt's stages belong to.
     trace_headers: HeaderMap,
 }
 
-/// The size of a stage, and the prefill rate of the rank, from which that size is computed.
 struct StageSize {
     stage_tokens: u64,
     tokens_per_s: u64,
 }
 
 impl Prompt {
-    /// Returns the number of tokens that are not in the engine's cache.
     fn left_tokens(&self) -> u64 {
         (self.prompt_tokens - self.resident_tokens) as u64
     }
 
-    /// Returns the first `count` token ids as a JSON array.
     fn first_ids_json(&self, count: usize) -> String {
         let ids = decode(&self.body.bytes).expect("it was decoded before");
         let ids: Vec<u32> = ids.take(count).collect();
         serde_json::to_string(&ids).expect("numbers serialise")
     }
 
-    /// Returns the number of leading tokens that are computed after one more stage of
-    /// `stage_tokens`. Returns `None` if at most one stage is left, which the turn itself computes.
+    /// `None` if at most one stage is left, which the turn itself computes.
     fn next_stage_end(&self, stage_tokens: u64) -> Option<usize> {
         if self.left_tokens() <= stage_tokens {
             return None;
         }
-        // The sum fits in a usize, because it is smaller than `self.prompt_tokens`.
+        // The sum is smaller than `self.prompt_tokens`, so it fits.
         let end = self.resident_tokens + usize::try_from(stage_tokens).ok()?;
-        // The engine caches only full pages, so a stage ends at a page's end, and takes at least
-        // one page.
+        // The engine caches only full pages.
         let page_end = end / self.page_tokens * self.page_tokens;
         let end = page_end.max(self.resident_tokens + self.page_tokens);
         (end < self.prompt_tokens).then_some(end)
@@ -120,20 +104,17 @@ impl Prompt {
 }
 
 impl StagedPrefillRunner {
-    /// Returns a runner that sends the stages of the prompts in `queues`.
     #[must_use]
     pub fn new(queues: Arc<StagedPrefillQueues>, context: TurnContext) -> Self {
         Self { queues, context, clock_start: service::clock::now() }
     }
 
-    /// Returns the route of the data port on which routers request staged prefill.
     pub fn routes(self) -> Router<TurnContext> {
         let handler = move |request: Request| async move { self.respond(request).await };
         Router::new().route(PATH, post(handler))
     }
 
-    /// Computes a prompt until at most one stage is left. The response's header [`UNCACHED_TOKENS`]
-    /// says how many tokens are left.
+    /// The response's header [`UNCACHED_TOKENS`] says how many tokens are left.
     async fn respond(&self, mut request: Request) -> Response {
         let (traces, headers) = (&self.context.traces, request.headers_mut());
         let trace = spans::begin(traces, headers, PATH, "staged_prefill");
@@ -152,7 +133,7 @@ impl StagedPrefillRunner {
         }
     }
 
-    /// Computes a prompt until at most one stage is left. Returns how many tokens are left.
+    /// Returns how many tokens are left: at most one stage.
     async fn compute_prompt(&self, request: Request) -> Result<u64, Refusal> {
         let mut prompt = self.read_prompt(request).await?;
         let StageSize { stage_tokens, tokens_per_s } = self.stage_size(prompt.dp_rank)?;
@@ -205,8 +186,7 @@ impl StagedPrefillRunner {
         })
     }
 
-    /// Computes the prompt's stages one after the other, until at most one stage is left, or the
-    /// engine has evicted the KV of earlier stages.
+    /// Ends early if the engine has evicted the KV of earlier stages.
     async fn compute_stages(
         &self,
         prompt: &mut Prompt,
@@ -214,8 +194,7 @@ impl StagedPrefillRunner {
     ) -> Result<(), Refusal> {
         let mut is_first_stage = true;
         loop {
-            // While other prompts were computed, the prefill rate may have changed, or the engine
-            // may have ended. So both are read again before each stage.
+            // Meanwhile the prefill rate may have changed, or the engine may have ended.
             let StageSize { tokens_per_s, .. } = self.stage_size(prompt.dp_rank)?;
             self.queues.set_prefill_rate(prompt.dp_rank, tokens_per_s);
             let choose_stage = || {
@@ -229,9 +208,9 @@ impl StagedPrefillRunner {
             let cached_tokens = stage_result.unwrap_or_else(|_| Err(late_refusal()));
             let cached_tokens = cached_tokens
                 .inspect_err(|_| self.context.metrics.count_stage(StageOutcome::Failed, 0))?;
-            // No session pins the KV of a stage, so the engine may evict the KV when the pool is
-            // full. Before the first stage, missing KV has another cause: the router overestimated
-            // the resident tokens.
+            // No session pins the KV of a stage, so the engine may evict it when the pool is full.
+            // Before the first stage, missing KV has another cause: the router overestimated the
+            // resident tokens.
             let lacks_resident_tokens =
                 cached_tokens.saturating_add(prompt.page_tokens) < prompt.resident_tokens;
             let was_evicted = lacks_resident_tokens && !is_first_stage;
@@ -245,8 +224,7 @@ impl StagedPrefillRunner {
         }
     }
 
-    /// Sends the prompt's first `end` tokens to the engine. Returns how many of them were cached
-    /// before.
+    /// Returns how many of the `end` tokens were cached before.
     async fn compute_stage(&self, prompt: &Prompt, end: usize) -> Result<usize, Refusal> {
         #[derive(Deserialize)]
         struct StageAnswer {
@@ -257,8 +235,7 @@ impl StagedPrefillRunner {
             cached_tokens: usize,
         }
         let ids = prompt.first_ids_json(end);
-        // The stage generates one token, because some modes of the engine refuse
-        // `max_new_tokens: 0`.
+        // Some modes of the engine refuse `max_new_tokens: 0`.
         let sampling = r#"{"max_new_tokens":1,"temperature":0}"#;
         let salt = prompt.cache_salt.as_ref();
         let salt = salt.map_or_else(String::new, |salt| format!(r#","cache_salt":"{salt}""#));
@@ -294,7 +271,6 @@ impl StagedPrefillRunner {
         })
     }
 
-    /// Returns the size of a stage at the rank's current prefill rate.
     fn stage_size(&self, dp_rank: u32) -> Result<StageSize, Refusal> {
         let report = self.context.agent.report.borrow();
         if let Some(reason) = &report.unhealthy {

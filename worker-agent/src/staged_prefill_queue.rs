@@ -1,15 +1,9 @@
 //! Decides which long prompt of a rank computes its next stage.
 //!
-//! In staged prefill, a long prompt is computed in stages before its turn (the request that the
-//! prompt belongs to). At most one stage per rank is in the engine. [`RankQueue`] holds the prompts
-//! of one rank, does no I/O and reads no clock. [`StagedPrefillQueues`] (in `shared`) holds the
-//! queues of all ranks, and lets tasks wait in them. `staged_prefill` sends the stages.
-//!
-//! If the shortest prompt always came first, the sum of all waits would be smallest, but long
-//! prompts could wait forever. So the queue computes for each prompt its remaining computing time
-//! minus half of its waiting time, and the smallest result comes first. A prompt that has waited
-//! for twice its remaining computing time is therefore passed by no new prompt. `shared` removes
-//! the prompt of a client that has left.
+//! At most one stage per rank is in the engine. If the shortest prompt always came first, the sum
+//! of all waits would be smallest, but long prompts could wait forever. So the smallest remaining
+//! computing time minus half of the waiting time comes first: a prompt that has waited for twice
+//! its remaining time is passed by no new prompt. [`RankQueue`] does no I/O and reads no clock.
 
 mod shared;
 
@@ -17,33 +11,27 @@ use std::time::Duration;
 
 pub use self::shared::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s};
 
-/// The maximum number of prompts in one rank's queue. A router's request is open for each.
+/// A router's request is open for each prompt.
 pub const PROMPTS_MAX: usize = 256;
 
-/// Identifies a prompt in the queue. A prompt that entered earlier has a smaller ticket.
+/// A prompt that entered earlier has a smaller ticket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PromptTicket(u64);
 
-/// The prompts of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct RankQueue {
-    /// The last measured prefill rate. All prompts are compared by this same rate, because with
-    /// different rates the order could have cycles.
+    /// One rate for all prompts: with different rates, the order could have cycles.
     tokens_per_s: u64,
-    /// All prompts, in the order of their tickets.
     prompts: Vec<Prompt>,
-    /// The stage that the engine computes now, if any.
     running_stage: Option<RunningStage>,
-    /// The number of the next ticket.
     next_ticket: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Prompt {
     ticket: PromptTicket,
-    /// When the prompt entered the queue.
     entered_at: Duration,
-    /// The tokens that remained to be computed when the prompt entered or its last stage ended.
+    /// Set when the prompt enters and after each stage.
     left_tokens: u64,
 }
 
@@ -54,13 +42,11 @@ struct RunningStage {
 }
 
 impl RankQueue {
-    /// Sets the measured prefill rate, in tokens per second.
     pub fn set_prefill_rate(&mut self, tokens_per_s: u64) {
         self.tokens_per_s = tokens_per_s;
     }
 
-    /// Adds a prompt of which `left_tokens` remain to be computed. `now` is the time since a fixed
-    /// moment, the same for all calls. Returns `None` if the queue is full.
+    /// `now` is the time since a fixed moment, the same for all calls. `None` if the queue is full.
     pub fn enter(&mut self, left_tokens: u64, now: Duration) -> Option<PromptTicket> {
         if self.prompts.len() == PROMPTS_MAX {
             return None;
@@ -71,7 +57,7 @@ impl RankQueue {
         Some(ticket)
     }
 
-    /// Returns the prompt that computes the next stage; `None` while a stage is in the engine.
+    /// `None` while a stage is in the engine.
     #[must_use]
     pub fn next_prompt(&self) -> Option<PromptTicket> {
         if self.running_stage.is_some() {
@@ -90,17 +76,11 @@ impl RankQueue {
             .map(|prompt| prompt.ticket)
     }
 
-    /// Marks a stage of `stage_tokens` of this prompt as being in the engine.
-    ///
-    /// # Panics
-    /// When another stage is in the engine.
     pub fn begin_stage(&mut self, ticket: PromptTicket, stage_tokens: u64) {
         assert_eq!(self.running_stage, None, "one stage at a time");
         self.running_stage = Some(RunningStage { ticket, stage_tokens });
     }
 
-    /// Ends this prompt's stage, which the engine has computed. `left_tokens` of the prompt remain
-    /// to be computed.
     pub fn end_stage(&mut self, ticket: PromptTicket, left_tokens: u64) {
         self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         if let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) {
@@ -108,14 +88,12 @@ impl RankQueue {
         }
     }
 
-    /// Removes a prompt that is finished or given up.
     pub fn leave(&mut self, ticket: PromptTicket) {
         self.running_stage = self.running_stage.filter(|stage| stage.ticket != ticket);
         self.prompts.retain(|prompt| prompt.ticket != ticket);
     }
 
-    /// Returns the tokens that are neither computed nor in the engine, over all prompts, and the
-    /// number of prompts.
+    /// The tokens that are neither computed nor in the engine, and the number of prompts.
     #[must_use]
     pub fn load(&self) -> (u64, usize) {
         let left_tokens =
@@ -124,7 +102,6 @@ impl RankQueue {
         (left_tokens.saturating_sub(running_stage_tokens), self.prompts.len())
     }
 
-    /// Panics if an invariant is violated.
     pub fn check_invariants(&self) {
         assert!(self.prompts.len() <= PROMPTS_MAX);
         assert!(self.prompts.is_sorted_by(|earlier, later| earlier.ticket < later.ticket));

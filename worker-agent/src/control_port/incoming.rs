@@ -1,10 +1,8 @@
 //! Accepts the control port's connections, within a limit and a time limit for their handshakes.
 //!
-//! The gRPC server in the parent module takes its connections from the stream that [`accept`]
-//! returns, after the TLS handshake if there are certificates. Handshakes run side by side, so a
-//! silent peer doesn't delay the routers. Routers keep a few connections each and send pings over
-//! them, so a connection that is silent after its handshakes is the gRPC server's matter. Here, a
-//! connection beyond the limit is closed at once, and so is one whose handshake doesn't come.
+//! Handshakes run side by side, so a silent peer doesn't delay the routers. Routers send pings over
+//! their few connections, so one that is silent after its handshakes is the gRPC server's matter. A
+//! connection beyond the limit, or whose handshake doesn't come, is closed at once.
 
 use std::{
     future::Future as _,
@@ -31,26 +29,23 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 use tracing::{debug, warn};
 
-/// Time for the client's part of the HTTP/2 handshake. A router sends it with its first packet.
+/// A router sends its part of the HTTP/2 handshake with its first packet.
 const HANDSHAKE_TIME_MAX: Duration = Duration::from_secs(10);
-/// Bytes of the client's part of the handshake: the preface and the head of the settings frame.
+/// The preface and the head of the settings frame.
 const HANDSHAKE_BYTES: usize = 24 + 9;
-/// Pause after a failed accept, for example when file descriptors ran out.
+/// A failed accept is retried after this pause, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The number of connections that wait for the server's task, which takes each at once.
+/// The server's task takes each connection at once.
 const ACCEPTED_QUEUED_MAX: usize = 16;
 
-/// The name of the port in metrics and logs.
 const PORT: &str = "control";
 
-/// The limit on connections, and the metrics of those that are closed at once.
 #[derive(Debug)]
 pub(super) struct ConnectionLimits {
     pub(super) connections_max: usize,
     pub(super) metrics: server::Metrics,
 }
 
-/// Starts a task that accepts connections until `tasks` are cancelled, within the limits.
 pub(super) fn accept(
     listener: TcpListener,
     limits: ConnectionLimits,
@@ -118,33 +113,27 @@ async fn accept_all(
     }
 }
 
-/// A connection to the control port. Reading fails if the handshake is late, or once the connection
-/// must be closed.
+/// Reading fails if the handshake is late, or once the connection must be closed.
 #[derive(Debug)]
 pub(super) struct ControlConnection {
     stream: ServerStream<TcpStream>,
-    /// What is missing of the handshake, and its time limit. `None` after the handshake.
+    /// The bytes that are missing of the handshake, and its time limit. `None` after the handshake.
     handshake: Option<(usize, Pin<Box<Sleep>>)>,
-    /// The connection's share of the limit.
     _permit: OwnedSemaphorePermit,
     info: ControlConnectInfo,
-    /// Ends when the connection must be closed.
     close_order: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
-/// What the gRPC service knows of a request's connection.
 #[derive(Debug, Clone)]
 pub(super) struct ControlConnectInfo {
     close_token: CancellationToken,
 }
 
 impl ControlConnectInfo {
-    /// Closes the connection with all of its streams.
     pub(super) fn close(&self) {
         self.close_token.cancel();
     }
 
-    /// Returns a token that closes the connection when it is cancelled.
     pub(super) fn close_order(&self) -> CancellationToken {
         self.close_token.clone()
     }

@@ -1,10 +1,9 @@
 //! Streams an agent's description, sessions and load reports to one watcher.
 //!
-//! A *watcher* is a router that follows the agent. The parent module makes a [`LoadStream`] for
-//! each. The memory of a watcher is bounded, also of one that reads nothing: the session table is
-//! shared with the owner task and is converted a small part at a time, few events are queued, and
-//! changes wait in a queue that all watchers share. A watcher that is too far behind, or that takes
-//! no event for too long, is disconnected. It may watch again, and then gets the newest table.
+//! The memory of a watcher is bounded, also of one that reads nothing: the session table is shared
+//! with the owner task and converted a small part at a time, few events are queued, and changes
+//! wait in a queue that all watchers share. A watcher that is too far behind, or that takes no
+//! event for too long, is disconnected; it may watch again, and then gets the newest table.
 
 use std::time::Duration;
 
@@ -20,39 +19,32 @@ use tracing::warn;
 use super::{incoming::ControlConnectInfo, streams::PlacedStream};
 use crate::owner::{AgentHandle, SessionChange, SessionSnapshot, SessionWatch};
 
-/// The maximum number of watchers. A fleet has tens of routers, and a router that reconnects may be
-/// counted twice for a moment. A hundred that read nothing take about 6 MiB.
+/// A fleet has tens of routers, and one that reconnects may be counted twice for a moment. A
+/// hundred that read nothing take about 6 MiB.
 pub(super) const WATCHERS_MAX: usize = 128;
-/// The number of sessions in one message of the session table, which is sent to each new watcher.
-/// They have about 12 KiB.
+/// One message has about 12 KiB.
 const SESSIONS_PER_MESSAGE: usize = 64;
-/// The maximum number of queued events for one watcher. If a watcher reads too slowly, this queue
-/// is full, and changes of sessions wait in the owner task's queue. When that is full too, the
-/// watcher is disconnected.
+/// When this queue is full, changes of sessions wait in the owner task's queue. When that is full
+/// too, the watcher is disconnected.
 const EVENTS_QUEUED_MAX: usize = 2;
-/// How long a watcher may take no event before it is disconnected. A router takes each at once.
+/// A router takes each event at once.
 const SEND_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// The stream of one watcher.
 pub(super) type LoadStream = PlacedStream<v1::LoadEvent>;
 
-/// The sending half of a [`LoadStream`].
 #[derive(Debug)]
 pub(super) struct EventSender {
     sender: mpsc::Sender<Result<v1::LoadEvent, Status>>,
-    /// Identifies the agent process, so that a watcher notices a restart.
+    /// A watcher notices by it that the agent has restarted.
     epoch: u64,
-    /// The number of the next event. A gap in the numbers tells the watcher that an event is
-    /// missing.
+    /// A gap in the numbers tells the watcher that an event is missing.
     next_sequence: u64,
-    /// The watcher's connection, if it can be closed.
+    /// `None` if the connection can't be closed.
     connection: Option<ControlConnectInfo>,
 }
 
-/// An error: the watcher was disconnected, or the agent stops.
 struct WatcherGone;
 
-/// Creates the stream of one watcher, and its sending half.
 pub(super) fn new_stream(
     place: OwnedSemaphorePermit,
     epoch: u64,
@@ -64,12 +56,10 @@ pub(super) fn new_stream(
 }
 
 impl EventSender {
-    /// Sends all events. Returns when the watcher disconnects or falls behind.
     pub(super) async fn run(mut self, agent: AgentHandle) {
         let Err(WatcherGone) = self.stream_events(agent).await;
     }
 
-    /// Sends the description and the session table, and then all reports and changes.
     async fn stream_events(
         &mut self,
         agent: AgentHandle,
@@ -118,7 +108,6 @@ impl EventSender {
         }
     }
 
-    /// Sends the session table in messages of about [`SESSIONS_PER_MESSAGE`] sessions.
     async fn send_session_table(&mut self, table: SessionSnapshot) -> Result<(), WatcherGone> {
         let mut after = None;
         loop {
@@ -141,7 +130,7 @@ impl EventSender {
         self.send_item(Ok(event)).await
     }
 
-    /// Sends an item of the stream. Closes the watcher's connection if the watcher takes nothing.
+    /// Closes the watcher's connection if the watcher takes nothing.
     async fn send_item(&self, item: Result<v1::LoadEvent, Status>) -> Result<(), WatcherGone> {
         match timeout(SEND_TIME_MAX, self.sender.send(item)).await {
             Ok(sent) => sent.map_err(|_| WatcherGone),
@@ -157,7 +146,6 @@ impl EventSender {
     }
 }
 
-/// Waits for the next value. Returns `None` if no value can come any more.
 async fn next_value<T: Clone>(receiver: &mut watch::Receiver<T>) -> Option<T> {
     receiver.changed().await.ok()?;
     Some(receiver.borrow_and_update().clone())

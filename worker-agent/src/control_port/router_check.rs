@@ -1,7 +1,6 @@
 //! Answers each call of the control port that doesn't come from a router with `UNAUTHENTICATED`.
 //!
-//! A layer sees the call's path, which a router signs. `Prove`, by which the agent proves itself
-//! first, needs no proof.
+//! A layer sees the call's path, which a router signs.
 
 use std::{
     future::{Ready, ready},
@@ -15,14 +14,12 @@ use tower::{Layer, Service};
 
 use crate::data_port::RouterAuth;
 
-/// The path of the call that needs no proof.
+/// The agent proves itself by this call first, so the call needs no proof.
 const PROVE: &str = "/berth.agent.v1.WorkerAgent/Prove";
 
-/// Puts the check before a service.
 #[derive(Debug, Clone)]
 pub(super) struct RouterCheckLayer(pub(super) RouterAuth);
 
-/// A service whose callers are routers.
 #[derive(Debug, Clone)]
 pub(super) struct RouterCheck<S> {
     auth: RouterAuth,

@@ -19,7 +19,6 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::Stream;
 use tonic::Status;
 
-/// Counts the refused streams, and the placement claims. Clones share the same values.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     refused: Family<StreamLabel, Counter>,
@@ -37,7 +36,6 @@ struct StreamLabel {
 }
 
 impl Metrics {
-    /// Creates the metrics, and registers them in `registry`.
     pub fn new(registry: &mut Registry) -> Self {
         let metrics = Self { refused: Family::default(), claims: Family::default() };
         let help = "Streams of routers that the control port refused, because it has as many as it \
@@ -48,7 +46,6 @@ impl Metrics {
         metrics
     }
 
-    /// Counts an answer to a router's claim.
     pub(super) fn count_claim(&self, claim: &Result<PlacementClaim, placement_claim::Error>) {
         let result = match claim {
             Ok(claim) if claim.is_granted => "granted",
@@ -59,7 +56,6 @@ impl Metrics {
     }
 }
 
-/// The places for streams of one kind.
 #[derive(Debug, Clone)]
 pub(super) struct Places {
     free: Arc<Semaphore>,
@@ -68,16 +64,11 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Makes `count` places for streams of the kind `stream`.
     pub(super) fn new(stream: &'static str, count: usize, metrics: &Metrics) -> Self {
         let refused = metrics.refused.get_or_create_owned(&StreamLabel { stream });
         Self { free: Arc::new(Semaphore::new(count)), count, refused }
     }
 
-    /// Takes a place, which comes back on drop.
-    ///
-    /// # Errors
-    /// The answer to the router, if all places are taken.
     pub(super) fn take(&self) -> Result<OwnedSemaphorePermit, Status> {
         Arc::clone(&self.free).try_acquire_owned().map_err(|_| {
             self.refused.inc();
@@ -87,7 +78,6 @@ impl Places {
     }
 }
 
-/// The messages of one stream, with its place.
 #[derive(Debug)]
 pub(super) struct PlacedStream<T> {
     messages: mpsc::Receiver<Result<T, Status>>,

@@ -1,10 +1,9 @@
-//! Aborts turns (one request and its answer each) for the clients that sent them.
+//! Aborts turns for the clients that sent them.
 //!
-//! A client names its turns itself, and the engine has them under ids of the agent. So the router
-//! asks this module ([`proto::abort`]), which finds the turns. A turn that waits for room ends at
-//! once. A turn inside the engine is aborted there, and its answer is the engine's own; its session
-//! then continues as after any abort. The engine has no id for some turns: these lose their
-//! connection to the engine, which then aborts them.
+//! A client names its turns itself, and the engine has them under ids of the agent. A turn that
+//! waits for room ends at once. A turn inside the engine is aborted there, and its answer is the
+//! engine's own. The engine has no id for some turns: these lose their connection to the engine,
+//! which then aborts them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -32,18 +31,15 @@ use super::{
     request::{AbortReach, ParsedRequest},
 };
 
-/// The interval between aborts while the end of a turn is awaited. The engine forgets an abort that
-/// arrives before it has registered the turn.
+/// The engine forgets an abort that arrives before it has registered the turn, so aborts repeat
+/// until the turn has ended.
 pub(super) const ABORT_INTERVAL: Duration = Duration::from_millis(500);
-/// The longest body of an abort request, in bytes: the names of a large batch.
+/// A body has the names of a large batch.
 const BODY_BYTES_MAX: usize = 512 << 10;
 
-/// The turns of all clients that the agent has.
 pub type AgentTurns = RunningTurns<Arc<EngineTurn>>;
-/// A turn that the agent has.
 pub(super) type AgentTurn = RunningTurn<Arc<EngineTurn>>;
 
-/// A turn as the engine knows it.
 #[derive(Debug)]
 pub struct EngineTurn {
     rid: String,
@@ -53,7 +49,6 @@ pub struct EngineTurn {
 }
 
 impl EngineTurn {
-    /// Returns the engine's ids of a part of the turn.
     fn rids(&self, part: TurnPart) -> Vec<String> {
         let prompt_rid = |number| format!("{}_{number}", self.rid);
         match (self.reach, part) {
@@ -66,7 +61,6 @@ impl EngineTurn {
         }
     }
 
-    /// Returns whether this is the first abort of an id.
     fn begin_abort(&self, rid: &str) -> bool {
         let mut aborting = self.aborting.lock();
         let is_first = aborting.iter().all(|known| known != rid);
@@ -77,7 +71,7 @@ impl EngineTurn {
     }
 }
 
-/// Adds a turn, so that its client can abort it. `rid` is the turn's id inside the engine.
+/// `rid` is the turn's id inside the engine.
 pub(super) fn add_turn(
     turns: &AgentTurns,
     principal: &str,
@@ -91,14 +85,12 @@ pub(super) fn add_turn(
     turns.add(principal, names, &answer_id, Arc::new(facts))
 }
 
-/// Returns the answer of a turn that was aborted before the engine had it.
 pub(super) fn answer_unsent(kind: Kind, parsed: &ParsedRequest) -> Result<Response, Refusal> {
     let rid = if let TurnNames::Turn(name) = &parsed.names { name } else { "" };
     let (wants_stream, is_single) = (parsed.wants_stream, parsed.has_single_answer);
     AbortedTurn { kind, rid, wants_stream, is_single }.answer()
 }
 
-/// Returns the route on which routers ask for aborts.
 pub(super) fn routes() -> Router<TurnContext> {
     Router::new().route(PATH, post(serve))
 }
@@ -113,7 +105,7 @@ async fn serve(State(context): State<TurnContext>, request: Request) -> Response
     }
 }
 
-/// Aborts the turns that a router's request names. Returns when the engine has the aborts.
+/// Returns when the engine has the aborts.
 async fn abort(context: &TurnContext, request: Request) -> Result<(), Refusal> {
     let invalid = |_| Refusal::new(Code::InvalidJson, "the body is no abort request of a router");
     let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
@@ -133,8 +125,6 @@ async fn abort(context: &TurnContext, request: Request) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Starts a task that aborts a turn until it has ended. The engine forgets an abort that arrives
-/// before it has registered the turn.
 fn repeat_abort(context: &TurnContext, turn: &Arc<EngineTurn>, rid: String) {
     let (engine, turn, stop) =
         (context.engine.clone(), Arc::downgrade(turn), context.tasks.token());

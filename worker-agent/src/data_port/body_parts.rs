@@ -8,17 +8,14 @@ use std::{
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 
-/// A body that is sent in parts, and whose total length is known.
 pub(super) struct BodyParts<H> {
     parts: std::collections::VecDeque<Bytes>,
-    /// The bytes that are not sent yet.
     unsent_bytes: u64,
-    /// A value that must live until the body is sent, such as its share of a memory budget.
+    /// For example, the body's share of a memory budget.
     _kept_alive: Option<H>,
 }
 
 impl<H> BodyParts<H> {
-    /// Creates the body. `kept_alive` lives as long as the body.
     pub(super) fn new(parts: Vec<Bytes>, kept_alive: Option<H>) -> Self {
         let unsent_bytes = parts.iter().map(|part| part.len() as u64).sum();
         Self { parts: parts.into(), unsent_bytes, _kept_alive: kept_alive }

@@ -2,7 +2,7 @@
 //!
 //! A trainer pauses the engine, replaces its weights or flushes its cache with these routes
 //! ([`CONTROL_ROUTES`](proto::control::CONTROL_ROUTES)). The owner task hears of each call before
-//! the engine does, and what the engine answered. The client gets the engine's answer unchanged.
+//! the engine does, and of the engine's answer. The client gets that answer unchanged.
 
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
@@ -23,7 +23,6 @@ use crate::{
     owner::adapters,
 };
 
-/// Serves one control call.
 pub(super) async fn serve(
     context: &TurnContext,
     route: ControlRoute,
@@ -49,7 +48,6 @@ pub(super) async fn serve(
     answer.map(respond).map_err(|error| engine_refusal(&error))
 }
 
-/// Sends a call to the engine, and tells the owner task what became of it.
 async fn run(
     context: &TurnContext,
     effect: Effect,

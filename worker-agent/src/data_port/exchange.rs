@@ -1,15 +1,8 @@
-//! Follows one turn (a request and its answer) while it is inside the engine.
+//! Follows one turn while it is inside the engine.
 //!
-//! `turn` creates an [`Exchange`] from a sent request. The exchange is the body of the client's
-//! response: it reads the engine's answer and passes its frames on unchanged. The turn has a
-//! *lease*, its claim on its session and on room in the engine. When the engine ends the turn, the
-//! exchange ends the lease with the outcome that `response_scanner` found. If the client
-//! disconnects, a task takes over the exchange, aborts the turn and waits for its end.
-//!
-//! Berth's *shim* inside the engine first examines a turn with a full history (the whole
-//! conversation). The shim reports a *plan*: the turn runs in its session, runs outside of it, or
-//! is refused. It refuses a turn that must continue its session's history and doesn't. The exchange
-//! waits for the plan, and decides nothing about sessions.
+//! The exchange is the body of the client's response: it passes the frames of the engine's answer
+//! on unchanged, and ends the turn's lease when the engine ends the turn. It waits for the shim's
+//! plan of a turn with a full history, and decides nothing about sessions.
 
 mod plan;
 
@@ -52,68 +45,53 @@ use crate::{
     session::{Outcome, Turn},
 };
 
-/// The longest time the engine takes to notice a closed connection. While it makes an answer that
-/// isn't streamed, it checks the connection every 4 s.
+/// While the engine makes an answer that isn't streamed, it checks the connection every 4 s.
 const DISCONNECT_NOTICE_TIME_MAX: Duration = Duration::from_secs(5);
-/// The time limit for the engine's own answer to a turn that its shim has refused.
 const REFUSED_ANSWER_MAX: Duration = Duration::from_secs(1);
 
-/// One turn inside the engine: reads its answer, and owns the lease.
-///
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
 /// passed), a task takes over and waits for the turn's end. Its many fields: they are one turn's
 /// state, and all move to that task.
 pub(super) struct Exchange {
-    /// The turn's id inside the engine.
     rid: String,
     /// `None` once the turn has ended.
     lease: Option<Lease>,
-    /// The engine's answer. `None` once it was read to its end or has failed.
+    /// `None` once the answer was read to its end or has failed.
     engine_answer: Option<EngineAnswer>,
-    /// Frames of the answer that were read before it was known how the turn runs.
+    /// The frames that came before it was known how the turn runs.
     early_frames: VecDeque<BodyFrame>,
     scanner: Scanner,
     status: StatusCode,
-    /// Ends at the time limit of the turn.
     deadline: Pin<Box<Sleep>>,
-    /// When the turn was sent to the engine.
     sent_at: tokio::time::Instant,
-    /// Whether an abort by `rid` reaches this turn. The turn's answer then confirms its end.
     abort_confirms_end: bool,
-    /// The turn's place among those that clients can abort. `None` once the turn has ended.
+    /// `None` once the turn has ended.
     running: Option<AgentTurn>,
-    /// Is ready when the client has aborted a turn that the engine can't abort by an id. Then the
-    /// answer is cut off.
+    /// Is ready when the client has aborted a turn that the engine can't abort by an id.
     cut_off: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
-    /// Whether the client has disconnected, so that a task reads the rest of the answer.
+    /// A task then reads the rest of the answer.
     is_abandoned: bool,
-    /// Whether the engine's shim refuses the turn, so that the engine ran nothing of it.
+    /// The engine ran nothing of such a turn.
     is_refused_by_shim: bool,
-    /// The weights epoch at the admission of a turn in a pinned session, until its answer's first
-    /// bytes arrive.
+    /// The weights epoch at the admission of a pinned session's turn; `None` from the answer's
+    /// first bytes.
     awaited_epoch: Option<u64>,
-    /// The signs of life in the answer.
     signs: TurnSigns,
-    /// The span of the answer's body. Empty before its head, and after its end.
     stream: Span,
     trace: Trace,
     context: TurnContext,
 }
 
-/// An item of an answer's body: a frame, an error, or `None` at the end.
+/// `None` is the end of the body.
 type BodyFrame<E = hyper::Error> = Option<Result<Frame<Bytes>, E>>;
 
-/// The engine's answer, as far as it has come.
 enum EngineAnswer {
-    /// The head has not arrived yet.
     Head(ResponseFuture),
-    /// The head has arrived. The body is being read.
     Body(Incoming),
 }
 
 impl Exchange {
-    /// Creates the exchange of a turn that is being sent to a DP rank. `abort_confirms_end` says
-    /// whether the turn can be aborted by `rid`, after which its answer shows its end.
+    /// `abort_confirms_end`: after an abort by `rid`, the turn's answer shows its end.
     pub(super) fn new(
         context: TurnContext,
         (rid, dp_rank): (String, u32),
@@ -149,20 +127,17 @@ impl Exchange {
         }
     }
 
-    /// Returns the turn's id inside the engine.
     pub(super) fn rid(&self) -> &str {
         &self.rid
     }
 
     /// Breaks the answer off if the engine's weights change before its first bytes arrive: the
-    /// engine may then run the turn on the KV of older weights. The engine sends the head of a
-    /// stream before it runs the turn.
+    /// engine sends the head of a stream before it runs the turn, and may run it on the KV of older
+    /// weights.
     pub(super) fn watch_weights(&mut self, turn: &Turn) {
         self.awaited_epoch = turn.is_pinned().then_some(turn.weights_epoch);
     }
 
-    /// Waits for the head of the answer. If no head comes, returns the turn's refusal. The head
-    /// comes once.
     pub(super) async fn wait_for_head(&mut self) -> Result<http::response::Parts, Refusal> {
         let head = async {
             match &mut self.engine_answer {
@@ -190,8 +165,7 @@ impl Exchange {
         }
     }
 
-    /// Returns how the turn runs or why the shim refuses it. Returns `None` if that is not known in
-    /// time.
+    /// `None` if the mode is not known in time.
     pub(super) async fn wait_for_run_mode(
         &mut self,
         receiver: Option<oneshot::Receiver<RunModeResult>>,
@@ -210,9 +184,9 @@ impl Exchange {
         }
     }
 
-    /// Reads the engine's own answer to a turn that the shim or the engine refuses. The caller then
-    /// sends the refusal to the client, and the session is free for the client's next turn. If the
-    /// engine doesn't end the turn in time, the turn is aborted like that of a disconnected client.
+    /// Reads the engine's own answer to a turn that is refused, so that the session is free for the
+    /// client's next turn before the client has the refusal. If the engine doesn't end the turn in
+    /// time, the turn is aborted.
     pub(super) async fn finish_refused(mut self) {
         self.is_refused_by_shim = true;
         let read_to_end = async {
@@ -236,7 +210,6 @@ impl Exchange {
         head
     }
 
-    /// Ends the turn's lease with this outcome, if the lease has not ended yet.
     fn finish(&mut self, outcome: Outcome) {
         let outcome = match outcome {
             // In a stream, the engine reports its error as an event after a head with status 200.
@@ -260,8 +233,7 @@ impl Exchange {
         }
     }
 
-    /// Starts a task that aborts a turn whose answer broke off. The turn may still run in the
-    /// engine, although its client can't get the answer.
+    /// The turn may still run in the engine, although its client can't get the answer.
     fn abort_in_background(&self) {
         let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
         self.context.tasks.spawn(async move {
@@ -271,8 +243,8 @@ impl Exchange {
         });
     }
 
-    /// Scans the next frame of the answer, before the client gets the frame. The last frame ends
-    /// the lease here, so that the session is free when the client has the whole answer.
+    /// The last frame ends the lease here, before the client has the whole answer and may send
+    /// more.
     fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
         match frame {
             Some(Ok(frame)) => {
@@ -289,8 +261,8 @@ impl Exchange {
             }
             None => {
                 self.engine_answer = None;
-                // A stream that ends without its final event was cut off, even if the connection
-                // closed cleanly.
+                // A stream without its final event was cut off, even if the connection closed
+                // cleanly.
                 let is_complete = self.scanner.is_complete() || !self.status.is_success();
                 let outcome = self.scanner.outcome(self.status);
                 self.finish(if is_complete { outcome } else { Outcome::Lost });
@@ -298,8 +270,7 @@ impl Exchange {
         }
     }
 
-    /// Aborts a turn whose client disconnected, and waits until the engine ends it. There is no
-    /// time limit here: the session table notices turns that the engine doesn't end.
+    /// There is no time limit: the session table notices turns that the engine doesn't end.
     async fn abort_abandoned_turn(mut self) {
         if let Some(lease) = &self.lease {
             lease.report_abandoned().await;
@@ -309,7 +280,7 @@ impl Exchange {
         } else {
             // The engine knows no id by which this turn could be aborted. Dropping the answer
             // closes the connection, and the engine then aborts the turn. No answer confirms that,
-            // so wait for the longest time the engine may take.
+            // so wait.
             self.engine_answer = None;
             tokio::time::sleep(DISCONNECT_NOTICE_TIME_MAX).await;
         }
@@ -332,7 +303,6 @@ impl Exchange {
         }
     }
 
-    /// Reads and handles the next item of the answer: its head, or a frame of its body.
     async fn read_next(&mut self) {
         match &mut self.engine_answer {
             None => {}
@@ -354,7 +324,7 @@ impl Exchange {
     }
 }
 
-/// Waits until the client has aborted the turn. Waits forever if the engine can abort the turn.
+/// Waits forever if the engine can abort the turn.
 async fn wait_for_cut_off(cut_off: &mut Option<Pin<Box<WaitForCancellationFutureOwned>>>) {
     match cut_off {
         Some(cut_off) => cut_off.as_mut().await,
@@ -447,8 +417,7 @@ impl http_body::Body for Exchange {
     }
 }
 
-/// The error of an answer that ends early. The client's connection is closed without a proper end,
-/// so that the client notices.
+/// The client notices, because its connection is closed without a proper end.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct AnswerBroken(&'static str);

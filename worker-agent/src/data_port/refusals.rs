@@ -1,8 +1,4 @@
-//! Maps the errors of a turn (one request and its answer) to HTTP refusals for its client.
-//!
-//! A refusal has a status, a code for programs, and a text for people. `turn` and `exchange` map
-//! their errors here, and the control port uses the codes for its gRPC errors. The errors
-//! themselves come from [`crate::owner`] and from the HTTP client; this module decides nothing.
+//! Maps the errors of a turn to HTTP refusals for its client.
 
 use http::StatusCode;
 use service::{
@@ -15,8 +11,7 @@ use tracing::warn;
 use super::router_auth::Caller;
 use crate::{owner, session};
 
-/// Maps an error of the owner task, which admits turns, to a refusal. The control port uses this
-/// mapping too.
+/// The control port uses this mapping too.
 #[must_use]
 pub fn refusal(error: &owner::Error) -> Refusal {
     use session::Error as E;
@@ -68,8 +63,6 @@ pub fn refusal(error: &owner::Error) -> Refusal {
     Refusal::new(code, error.to_string())
 }
 
-/// Logs that a turn's connection to the engine failed, and returns the turn's refusal. Either the
-/// engine accepted no connection, or it closed the connection before its answer was complete.
 pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> Refusal {
     warn!(error = error as &dyn std::error::Error, "engine unreachable");
     if error.is_connect() && descriptors::is_shortage(error) {
@@ -85,9 +78,7 @@ pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> R
     Refusal::new(Code::EngineBrokeOff, message)
 }
 
-/// Returns the refusal in place of an engine's answer with this status, if the engine refuses the
-/// credential with which `caller`'s request reached it. The engine's own words don't say whose
-/// credential that was.
+/// The engine's own words don't say whose credential it refused.
 pub(super) fn engine_key_refusal(status: StatusCode, caller: Caller) -> Option<Refusal> {
     if status != StatusCode::UNAUTHORIZED {
         return None;

@@ -1,13 +1,8 @@
-//! Checks the body of a turn (one request and its answer) and rewrites it for the engine.
+//! Checks the body of a turn and rewrites it for the engine.
 //!
-//! `turn` gives the client's body and a [`BodyContext`], and gets a [`ParsedRequest`] or a refusal.
 //! A body is refused if the engine would crash on it or answer 500, or if it would harm another
-//! session (chain of turns). Otherwise the engine gets the client's bytes, in which only the keys
-//! that Berth decides are replaced: those that name the turn, its session and its DP rank.
-//!
-//! [`ParsedRequest`] also has upper bounds of the room that the turn needs, hashes of the prompt's
-//! beginning (from `prompt_start`), and which KV the turn can continue (from `kv_identity`). This
-//! module does no I/O. The session table decides whether the turn may run.
+//! session. Otherwise the engine gets the client's bytes, in which only the keys that Berth decides
+//! are replaced: those that name the turn, its session and its DP rank.
 
 mod flags;
 mod kv_identity;
@@ -39,70 +34,53 @@ use crate::{
     session::{KvIdentity, Need, PromptStart, Turn},
 };
 
-/// What is known of a turn before its body is read.
 #[derive(Debug, Clone)]
 pub struct BodyContext {
-    /// The kind of the turn's route.
     pub kind: Kind,
-    /// Whether the turn belongs to a session.
     pub in_session: bool,
-    /// The size of the model's vocabulary, if known.
     pub vocabulary_size: Option<u32>,
-    /// The number of the prompt's tokens that are in the engine's cache, as the router knows it.
+    /// The prompt's tokens that are in the engine's cache, as the router knows it.
     pub resident_tokens: u64,
-    /// The name of the engine's model, if known. It may contain a colon.
+    /// The name may contain a colon.
     pub served_model: Option<Arc<str>>,
 }
 
-/// How the engine can abort a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AbortReach {
-    /// By the turn's id.
     Turn,
-    /// The turn has this many prompts. The engine has each under an id of its own.
+    /// The engine has each prompt under an id of its own.
     Prompts(usize),
     /// The engine doesn't take or keep the agent's id, so only the end of the connection helps.
     Connection,
 }
 
-/// A body that passed all checks, and what its turn needs from the engine.
 #[derive(Debug)]
 pub struct ParsedRequest {
     kind: Kind,
-    /// The engine's body: ranges of the client's body, and the place of the JSON members that
-    /// Berth adds.
+    /// Ranges of the client's body, and the place of the JSON members that Berth adds.
     body_parts: Vec<Part>,
-    /// Upper bounds of what the turn needs.
     pub need: Need,
-    /// Hashes of the prompt's beginning. Empty for a turn without a session.
+    /// Empty for a turn without a session.
     pub prompt_start: PromptStart,
-    /// The request id that the client chose, as JSON of at most 64 characters, for logs.
+    /// JSON of at most 64 characters, for logs.
     pub client_rid: Option<String>,
-    /// The names in the body by which the client can abort the turn.
     pub names: TurnNames,
-    /// How the engine can abort the turn.
     pub reach: AbortReach,
-    /// Whether the client asks for a stream of events.
     pub wants_stream: bool,
-    /// Whether there is one prompt and one answer, so that the turn's id names exactly one request.
+    /// If true, the turn's id names exactly one request.
     pub has_single_answer: bool,
-    /// Whether the body can be given a priority: its route takes one, and it states none.
+    /// The turn's route takes a priority, and the body states none.
     lacks_priority: bool,
-    /// The priority that the engine's body gets.
     added_priority: Option<i64>,
-    /// How the engine finds the other engine of its pair. `None` for a whole turn.
+    /// `None` for a whole turn.
     bootstrap: Option<Bootstrap>,
 }
 
-/// The engine's default limit of generated tokens on `/generate`.
+/// The engine's default on `/generate`.
 const GENERATE_ANSWER_TOKENS_MAX_DEFAULT: u64 = 128;
-/// The most tokens that a chat template adds to a prompt, beyond one token per byte of the body.
+/// These come on top of one token per byte of the body.
 const TEMPLATE_TOKENS_MAX: u64 = 256;
 
-/// Parses and checks the body of a turn.
-///
-/// # Errors
-/// A refusal with status 400 that says what to change.
 pub fn parse(context: &BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refusal> {
     let BodyContext { kind, in_session, vocabulary_size, .. } = *context;
     let served_model = context.served_model.as_deref();
@@ -159,8 +137,7 @@ pub fn parse(context: &BodyContext, bytes: &Bytes) -> Result<ParsedRequest, Refu
     })
 }
 
-/// Returns a turn whose body goes to the engine as it came. The engine alone knows how many tokens
-/// a sound becomes, so the context length limits them.
+/// The engine alone knows how many tokens a sound becomes, so the context length limits them.
 fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
     ParsedRequest {
         kind,
@@ -184,8 +161,6 @@ fn unread(kind: Kind, body_bytes: usize) -> ParsedRequest {
 }
 
 impl ParsedRequest {
-    /// Gives the turn what its client hinted at: a priority, if the body states none and the engine
-    /// takes priorities, and the likely length of its answer.
     pub fn apply_hints(&mut self, hints: TurnHints, priority_order: Option<PriorityOrder>) {
         self.need.likely_answer_tokens = hints.answer_tokens;
         let priority = hints.priority.filter(|_| self.lacks_priority);
@@ -195,7 +170,6 @@ impl ParsedRequest {
         });
     }
 
-    /// Makes the turn one half of a pair: the engine runs only its prompt, or only its answer.
     pub fn apply_bootstrap(&mut self, bootstrap: Option<Bootstrap>) {
         if bootstrap.as_ref().is_some_and(|bootstrap| bootstrap.half == Half::Prefill) {
             // The prefill engine generates the first token, and none after it.
@@ -204,8 +178,6 @@ impl ParsedRequest {
         self.bootstrap = bootstrap;
     }
 
-    /// Returns the body for the engine, in parts. `bytes` is the client's body, in which only the
-    /// keys that Berth decides are replaced.
     #[must_use]
     pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let mut members = added_members(self.kind, turn, rid, self.has_single_answer);
@@ -226,10 +198,9 @@ impl ParsedRequest {
     }
 }
 
-/// Returns upper bounds of what a turn needs from the engine.
 fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: usize) -> Need {
-    // What the engine may read as true: pydantic takes words and numbers, and in `sampling_params`
-    // all that Python takes for true counts. The other way round, a turn would outgrow its room.
+    // Pydantic takes words and numbers for true, and `sampling_params` all that Python takes for
+    // true. A flag that is read as false would let the turn outgrow its room.
     let is_true =
         |value: &RawValue| !matches!(value.get(), "false" | "null" | "0" | "0.0" | "\"\"");
     if kind != Kind::Generate {
@@ -258,15 +229,13 @@ fn read_need(kind: Kind, resident_tokens: u64, object: &Object<'_>, body_bytes: 
     Need { prompt_tokens, answer_tokens, is_exact, ignores_eos, resident_tokens, ..Need::default() }
 }
 
-/// Returns an upper bound of the tokens of a prompt of `/generate`, and whether it is exact.
-///
-/// A text has at most one token per byte, plus one token that the tokenizer may put first. On all
-/// other routes, the bound is computed from the length of the whole body.
+/// A text has at most one token per byte, plus one that the tokenizer may put first. Also returns
+/// whether the bound is exact.
 fn count_generate_prompt(object: &Object<'_>) -> (u64, bool) {
     let non_null = |key: &str| object.get(key).filter(|value| value.get() != "null");
     if ["image_data", "video_data", "audio_data"].iter().any(|key| non_null(key).is_some()) {
-        // Only the engine knows how many tokens images, videos and sounds become. The prompt counts
-        // as longer than any context, so the context length limits it.
+        // Only the engine knows how many tokens images, videos and sounds become, so the context
+        // length limits the prompt.
         return (u64::from(u32::MAX), false);
     }
     let ids = object.get("input_ids").filter(|ids| ids.get().starts_with('['));
@@ -281,7 +250,6 @@ fn count_generate_prompt(object: &Object<'_>) -> (u64, bool) {
     }
 }
 
-/// Returns the JSON members that tell the engine the turn's id, its session and its DP rank.
 fn added_members(kind: Kind, turn: &Turn, rid: &str, has_single_answer: bool) -> String {
     let mut members = vec![];
     // The engine fails on one id for a list of texts to embed.
@@ -292,8 +260,7 @@ fn added_members(kind: Kind, turn: &Turn, rid: &str, has_single_answer: bool) ->
     }
     if let Some(session) = &turn.session {
         let id = &session.incarnation;
-        // Berth's shim inside the engine may trim the turn, so that the engine gets only the part
-        // of the prompt that the session doesn't hold. Otherwise the turn runs as named here.
+        // The shim may trim the turn. Otherwise it runs as named here.
         match session.retention {
             Retention::Pinned => members.push(format!(r#""session_params":{{"id":"{id}"}}"#)),
             Retention::Tagged if kind.is_taggable() => {
@@ -311,9 +278,8 @@ fn invalid_json(error: body::Error) -> Refusal {
     Refusal::new(Code::InvalidJson, format!("{error}; send one JSON object"))
 }
 
-/// Refuses unsupported keys of `session_params`. The engine answers 500 to keys that it doesn't
-/// know. The keys `offset`, `replace` and `drop_previous_output` would change the history of
-/// earlier turns, which the agent doesn't support.
+/// The engine answers 500 to unknown keys. `offset`, `replace` and `drop_previous_output` would
+/// change the history of earlier turns, which the agent doesn't support.
 fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     let Some(params) = object.get("session_params").filter(|params| params.get() != "null") else {
         return Ok(());
@@ -341,11 +307,8 @@ fn check_session_params(object: &Object<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses invalid token ids, because an id outside the vocabulary crashes the engine's process.
-///
-/// A prompt is a text, a list of ids, or a list of texts or of lists of ids. A list that mixes
-/// texts, ids or other values is refused, because the engine's parser also takes `true` and `"1"`
-/// for ids.
+/// An id outside the vocabulary crashes the engine's process. A list that mixes texts, ids or other
+/// values is refused, because the engine's parser also takes `true` and `"1"` for ids.
 fn check_token_ids(
     kind: Kind,
     object: &Object<'_>,
@@ -368,18 +331,15 @@ fn check_token_ids(
     Ok(())
 }
 
-/// The part of an error's text by which [`check_token_ids`] knows that an id is too large.
+/// [`check_token_ids`] knows by this text that an id is too large.
 const OUTSIDE_VOCABULARY: &str = "is outside the vocabulary";
 
-/// A visitor that checks a list of ids, or of lists of ids, without storing it.
 #[derive(Clone, Copy)]
 struct TokenIdsVisitor {
-    /// The number of ids in the vocabulary.
     vocabulary_size: u64,
     allows_texts: bool,
 }
 
-/// The kind of one element of a prompt.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PromptElement {
     Id,
@@ -444,8 +404,8 @@ impl<'de> DeserializeSeed<'de> for TokenIdsVisitor {
     }
 }
 
-/// Returns how the engine can abort the turn. The engine gives each of a list of prompts an id that
-/// is made of the turn's id. For several answers to one prompt it makes ids that nobody knows.
+/// Each of a list of prompts has an id that is made of the turn's id. Several answers to one prompt
+/// have ids that nobody knows.
 fn abort_reach(kind: Kind, object: &Object<'_>, has_single_answer: bool) -> AbortReach {
     if kind.rid_key().is_none() {
         return AbortReach::Connection;
@@ -474,7 +434,6 @@ fn abort_reach(kind: Kind, object: &Object<'_>, has_single_answer: bool) -> Abor
     }
 }
 
-/// Shortens a client's text for use in a message or a log line.
 fn shorten(text: &str) -> String {
     text.chars().take(64).collect()
 }

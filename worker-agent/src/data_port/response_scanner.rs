@@ -1,12 +1,8 @@
 //! Scans an engine's response as it passes: finds token counts, and how and whether it ended.
 //!
-//! `exchange` gives [`Scanner`] the response's bytes, in chunks that may be cut anywhere, and gets
-//! the turn's [`Outcome`] at the end. A turn is one request and its answer. From the outcome, the
-//! owner task computes how many tokens the turn's session now holds in the engine. The scanner
-//! keeps no text. `/generate` reports in `meta_info`, the OpenAI and Anthropic routes in `usage`.
+//! Chunks may be cut anywhere. The scanner keeps no text. `/generate` reports in `meta_info`, the
+//! OpenAI and Anthropic routes in `usage`.
 //!
-//! [`Scanner`] splits server-sent events into lines, and gives each line's data to `JsonState`.
-//! `JsonState` follows the path of keys, and stores the values of the known paths in `Findings`.
 //! serde_json would need a whole value in memory: tens of megabytes for log probabilities. This
 //! code reads 6.1 GiB/s where events repeat the text (serde_json 0.7), and 0.26 of short deltas
 //! (0.34), best of seven on two busy cores, 2026-11-23.
@@ -19,11 +15,9 @@ use proto::count::COUNT_MAX;
 use self::strings::{StringStart, scan_string};
 use crate::session::{Outcome, Usage};
 
-/// The maximum nesting depth that is tracked. Deeper objects and arrays are skipped. The needed
-/// fields are at most four levels deep.
+/// Deeper objects and arrays are skipped. The needed fields are at most four levels deep.
 const DEPTH_MAX: usize = 6;
 
-/// The scanner of one response.
 #[derive(Debug)]
 pub struct Scanner {
     framing: Framing,
@@ -32,55 +26,43 @@ pub struct Scanner {
     is_complete: bool,
 }
 
-/// How the response wraps its JSON.
 #[derive(Debug)]
 enum Framing {
-    /// A single JSON value.
     SingleValue,
-    /// Server-sent events.
     Events {
-        /// The state inside the current line.
         line: LineState,
         /// The beginning of the current line's data.
         data: StringStart,
     },
 }
 
-/// The state inside a line of server-sent events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LineState {
     /// The line has begun with this many bytes of `data:`.
     Field(usize),
-    /// The line has data, which has begun.
     Data,
-    /// The line has no data.
     Other,
 }
 
-/// The values found. A later value of a field replaces an earlier one.
+/// A later value of a field replaces an earlier one.
 #[derive(Debug, Default)]
 struct Findings {
     prompt_tokens: Option<u64>,
     completion_tokens: Option<u64>,
     cached_tokens: Option<u64>,
-    /// The cached tokens of the prompt, in an API that doesn't count them as prompt tokens.
+    /// Only for an API that doesn't count them as prompt tokens.
     cached_tokens_beside_prompt: Option<u64>,
     /// How often the engine took the turn out of its batch and put it back into its queue.
     retractions: u64,
-    /// Whether the engine aborted the turn.
     is_aborted: bool,
-    /// Whether the engine aborted the turn in its queue.
     is_aborted_in_queue: bool,
     /// The HTTP status that the engine gives as the reason of an abort.
     abort_status: Option<u64>,
-    /// Whether there is an error object.
     has_error: bool,
-    /// Whether the API's closing event has come.
     has_closing_event: bool,
 }
 
 impl Scanner {
-    /// Creates a scanner for a response with this content type.
     #[must_use]
     pub fn new(content_type: Option<&[u8]>) -> Self {
         let is_events = content_type.is_some_and(|kind| kind.starts_with(b"text/event-stream"));
@@ -97,8 +79,8 @@ impl Scanner {
         }
     }
 
-    /// Scans the next bytes. Returns whether the response is now complete: its JSON value has
-    /// ended, or `[DONE]` or the API's closing event has come.
+    /// Returns whether the response is complete: by the end of its JSON value, by `[DONE]` or by
+    /// the API's closing event.
     pub fn push(&mut self, bytes: &[u8]) -> bool {
         match self.framing {
             Framing::SingleValue => {
@@ -148,7 +130,7 @@ impl Scanner {
         }
     }
 
-    /// Whether the response is complete if no more bytes come. Its last line needs no end.
+    /// The last line needs no end.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         let is_last_line_done = match &self.framing {
@@ -158,8 +140,7 @@ impl Scanner {
         self.is_complete || is_last_line_done
     }
 
-    /// Returns how the turn ended, for a response with this HTTP status. The caller must have read
-    /// the response to its end, without an error of the connection.
+    /// The caller must have read the response to its end, without an error of the connection.
     #[must_use]
     pub fn outcome(&self, status: http::StatusCode) -> Outcome {
         let findings = &self.findings;
@@ -199,8 +180,8 @@ impl Scanner {
         Outcome::Finished(usage)
     }
 
-    /// Whether the response shows that the engine ran the turn. The engine also answers a turn
-    /// that it refused with an output, of a prompt of one token that it put in the turn's place.
+    /// The engine also answers a turn that it refused with an output, of a prompt of one token that
+    /// it put in the turn's place.
     fn has_run(&self) -> bool {
         let findings = &self.findings;
         let (prompt, completion) = (findings.prompt_tokens, findings.completion_tokens);
@@ -209,7 +190,6 @@ impl Scanner {
         is_longer && completion.is_some_and(|tokens| tokens > 0)
     }
 
-    /// Returns the token counts found so far, if the response reports them.
     #[must_use]
     pub fn usage(&self) -> Option<Usage> {
         match self.outcome(http::StatusCode::OK) {
@@ -219,13 +199,12 @@ impl Scanner {
     }
 }
 
-/// Whether the data of a line is `[DONE]`, perhaps after a space and before `\r`.
+/// A space may come before the text, and `\r` after it.
 fn is_done(data: &[u8]) -> bool {
     let data = data.strip_prefix(b" ").unwrap_or(data);
     data.strip_suffix(b"\r").unwrap_or(data) == b"[DONE]"
 }
 
-/// The JSON keys on the paths to the fields that [`Findings`] needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Key {
     Other,
@@ -269,30 +248,23 @@ impl Key {
     }
 }
 
-/// The state inside a JSON value. The keys of the open objects are the path to the current place.
-/// Arrays don't appear in the path.
+/// The keys of the open objects are the path to the current place. Arrays don't appear in it.
 #[derive(Debug, Default)]
 struct JsonState {
-    /// The open containers, at most [`DEPTH_MAX`].
     open_containers: Vec<Container>,
-    /// The number of open containers beyond [`DEPTH_MAX`].
     skipped_depth: usize,
     open_scalar: OpenScalar,
-    /// Whether the root value has ended.
     is_complete: bool,
 }
 
-/// An open object or array.
 #[derive(Debug, Clone, Copy)]
 struct Container {
     is_object: bool,
-    /// The current key, if this is an object.
     key: Key,
-    /// Whether the next string is a key.
     expects_key: bool,
 }
 
-/// The JSON string or number that has begun and may continue in the next chunk.
+/// A string or number may continue in the next chunk.
 #[derive(Debug, Default)]
 enum OpenScalar {
     #[default]
@@ -332,8 +304,8 @@ impl JsonState {
                         Some(_) => self.end_number(findings),
                         None => {}
                     }
-                    // If the byte after the digits belongs to the number, such as a decimal point,
-                    // it is used here. Otherwise it ends the number, and the next round reads it.
+                    // A byte after the digits that belongs to the number, such as a decimal point,
+                    // is used here.
                     let is_in_number = matches!(self.open_scalar, OpenScalar::Number { .. });
                     digits_end.map_or(rest.len(), |index| index + usize::from(is_in_number))
                 }
@@ -430,8 +402,7 @@ impl JsonState {
         // has no usage must prove its history.
         let value = value.filter(|count| *count <= COUNT_MAX);
         let mut path = self.path();
-        // In a stream, the Responses and Messages APIs put the object that has the usage into
-        // another object.
+        // In a stream, the Responses and Messages APIs wrap the object that has the usage.
         let is_wrapped = matches!(path.first(), Some(Key::Response | Key::Message));
         if is_wrapped {
             path.remove(0);

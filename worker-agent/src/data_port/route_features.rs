@@ -1,19 +1,13 @@
 //! Tells which features of a session each kind of HTTP route supports.
 //!
-//! A session is a chain of turns (requests) that share a growing prefix. A *pinned* session keeps
-//! its KV in the engine between turns. A *tagged* session's KV is in the engine's radix tree,
-//! marked with the session's id. `turn` asks this function before a turn. Its answers are fixed
-//! facts about SGLang's routes; the session table plans how a turn runs.
+//! The answers are fixed facts about SGLang's routes.
 
 use proto::route::Kind;
 
 use crate::session::RouteTurns;
 
-/// Returns which turns of a pinned session the route supports.
-///
-/// A turn may hold a full history, or a delta: only what is new. The engine appends a delta only on
-/// `/generate`. The OpenAI routes accept `session_params`, which names the session, and silently
-/// ignore it.
+/// The engine appends a delta only on `/generate`. The OpenAI routes accept `session_params`, which
+/// names the session, and silently ignore it.
 #[must_use]
 pub fn route_turns(kind: Kind) -> RouteTurns {
     match kind {

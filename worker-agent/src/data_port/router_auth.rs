@@ -1,6 +1,6 @@
 //! Decides whether a request or call comes from a router, by its certificate or its proof.
 //!
-//! Both ports demand the proof of every request. So what a router is trusted with (claims of
+//! Both ports demand the proof of every request, so what a router is trusted with (claims of
 //! sessions, the engine's API key) is out of reach for everybody else, and knowing a session's
 //! principal and id is not enough to act for it. Only a port on loopback may demand no proof.
 
@@ -25,56 +25,44 @@ use service::{
 
 use super::TurnContext;
 
-/// Who sent a request. Both may claim sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
-    /// A router that proved it. Its turns get the engine's API key.
+    /// A router's turns get the engine's API key.
     Router,
-    /// A process on this host, at a port that demands no proof. Its own credential goes to the
-    /// engine unchanged.
+    /// A process on this host, at a port that demands no proof, whose credential goes to the
+    /// engine.
     Local,
 }
 
 impl Caller {
-    /// Returns who sent a request. Who isn't noted is trusted with nothing.
+    /// A request whose sender isn't noted is trusted with nothing.
     pub(super) fn read(request_head: &http::request::Parts) -> Self {
         request_head.extensions.get().copied().unwrap_or(Self::Local)
     }
 }
 
-/// What proves that a caller is a router. Clones share it.
 #[derive(Debug, Clone)]
 pub struct RouterAuth {
-    /// The proofs by a token that routers and this agent share; `None` if it has no token.
     pub proofs: Option<Arc<AgentProofs>>,
-    /// Whether the ports accept only connections with a router's certificate.
     pub has_mutual_tls: bool,
-    /// By which names, besides those of its host, processes may call a port that demands no proof.
-    /// A page in a browser could be reached by any other.
+    /// Processes may call a port that demands no proof by these names and its host's. A page in a
+    /// browser could use any other.
     pub own_names: Arc<[String]>,
 }
 
-/// Who may use the data and control port, and how their connections are encrypted.
 #[derive(Debug, Clone)]
 pub struct PortAccess {
-    /// Recognizes the routers among the callers.
     pub router_auth: RouterAuth,
-    /// The certificates; `None` without TLS.
     pub tls: Option<ServerTls>,
 }
 
 impl RouterAuth {
-    /// Whether callers must prove that they are routers.
     #[must_use]
     pub fn is_demanded(&self) -> bool {
         self.proofs.is_some() || self.has_mutual_tls
     }
 
-    /// Returns who sent a request or call. If both a certificate and a token are demanded, both are
-    /// needed.
-    ///
-    /// # Errors
-    /// If the caller isn't a router. The text is for an operator.
+    /// If both a certificate and a token are demanded, both are needed.
     pub fn identify(
         &self,
         method: &Method,
@@ -92,16 +80,11 @@ impl RouterAuth {
         Ok(Caller::Local)
     }
 
-    /// Proves to the sender of a hello that this agent holds the token.
-    ///
-    /// # Errors
-    /// If it doesn't, or has none.
     pub fn prove(&self, hello: &ProveRequest) -> Result<ProveResponse, Error> {
         self.proofs.as_ref().ok_or(Error::OtherToken)?.answer(hello)
     }
 }
 
-/// Returns what an operator reads when a caller isn't taken for a router.
 pub(crate) fn stranger_text(error: &dyn std::fmt::Display) -> String {
     format!(
         "this port serves routers only, and the caller is none ({error}): send your requests to a \
@@ -110,7 +93,6 @@ pub(crate) fn stranger_text(error: &dyn std::fmt::Display) -> String {
     )
 }
 
-/// Lets a request to the data port pass if its caller may send it, and notes who the caller is.
 pub(super) async fn demand_router(
     State(context): State<TurnContext>,
     mut request: Request,

@@ -1,9 +1,6 @@
 //! Dispatches the HTTP requests of the data port to the code that serves turns.
 //!
-//! A turn is one request to a model and its answer. The routes are those of the engine that
-//! [`ROUTES`] lists, those of stored responses and of `aborts`, and those that the caller adds.
-//! `turn` serves each request. This module turns refusals into responses and counts them, and reads
-//! no bodies.
+//! Refusals become responses here, and are counted. This module reads no bodies.
 
 use axum::{
     Router,
@@ -26,8 +23,7 @@ use super::{
     turn::{self, TurnContext},
 };
 
-/// Returns the HTTP router of the data port. It has the engine's routes, `other_routes`, and
-/// `/health`, by which routers see that the agent's process answers.
+/// `/health` tells routers that the agent's process answers.
 pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
     let mut app = other_routes;
     for route in ROUTES {
@@ -54,7 +50,7 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
     }
     app = app.route("/health", get(|| async { StatusCode::OK }));
     let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
-    // The layers are around all routes before them, the fallback too.
+    // A layer is around all routes before it, the fallback too.
     app.fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())
@@ -62,7 +58,6 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         .with_state(context)
 }
 
-/// Returns the HTTP methods of a kind's routes as axum takes them.
 fn method_filter(kind: Kind) -> MethodFilter {
     let filters = kind.methods().iter().cloned().map(|method| {
         MethodFilter::try_from(method).expect("GET, POST and PUT are methods that axum knows")
@@ -70,7 +65,6 @@ fn method_filter(kind: Kind) -> MethodFilter {
     filters.reduce(MethodFilter::or).expect("each kind has a method")
 }
 
-/// Passes a request for a stored response on to the engine. The router has checked its owner.
 async fn pass_on(State(context): State<TurnContext>, request: Request) -> Response {
     let (request_head, body) = request.into_parts();
     let passed = turn::pass_through(&context, &request_head, body).await;
@@ -87,13 +81,11 @@ async fn wrong_method(State(context): State<TurnContext>) -> Response {
     answer_refused(&context, Refusal::new(Code::MethodNotAllowed, message))
 }
 
-/// Counts a refusal and converts it to a response.
 fn answer_refused(context: &TurnContext, refusal: Refusal) -> Response {
     context.metrics.count_refusal(refusal.code);
     refusal.into_response()
 }
 
-/// Serves a request. A refusal becomes a response here.
 async fn respond(context: TurnContext, route: Route, request: Request) -> Response {
     match turn::serve_request(&context, route, request).await {
         Ok(response) => response,

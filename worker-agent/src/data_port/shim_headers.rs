@@ -1,28 +1,24 @@
 //! Tells the shim inside the engine what to do with a turn, by headers of the request.
 //!
-//! Headers are the only thing that all of the engine's routes pass on. `turn` calls this module
-//! before it sends a turn.
+//! Headers are the only thing that all of the engine's routes pass on. The shim reads them when the
+//! request arrives, and trims after the engine has tokenized the prompt.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use proto::route::Kind;
 
 use crate::session::Turn;
 
-/// Request header to the engine for a turn with a full history. Berth's shim inside the engine may
-/// then trim the prompt: it gives the engine only the part that the session doesn't hold. The value
-/// has three words: the maximum number of prompt tokens with which the turn may run in the session,
-/// the session's id in the engine, and the turn's id.
+/// Marks a turn with a full history, which the shim may trim. Three words: the maximum number of
+/// prompt tokens with which the turn may run in the session, the session's id in the engine, the
+/// turn's id.
 const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim");
-/// Request header to the engine, sent with [`TRIM_HEADER`]: the shim must refuse the turn if it
-/// doesn't continue its session's history. An old shim doesn't know the header, and runs such a
-/// turn outside the session. The agent then aborts the turn.
+/// Added to [`TRIM_HEADER`]: the shim must refuse a turn that doesn't continue its session's
+/// history. An old shim runs such a turn outside the session, and the agent then aborts the turn.
 const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
-/// Request header to the engine on a route whose body can't name a session: the tag that the shim
-/// gives the turn's KV. A shim of before this header leaves the turn untagged.
+/// The tag of the turn's KV, on a route whose body can't name a session. A shim of before this
+/// header leaves the turn untagged.
 const TAG_HEADER: HeaderName = HeaderName::from_static("x-override-berth-tag");
 
-/// Adds the headers that tell the shim the turn's tag and how to handle a full history. The shim
-/// reads the headers when the request arrives, and trims after the engine has tokenized the prompt.
 pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &Turn, rid: &str) {
     let Some(session) = &turn.session else { return };
     let tag = turn.tag().filter(|_| !kind.is_taggable());
@@ -31,7 +27,7 @@ pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &Turn,
     }
     let Some(trim) = session.trim else { return };
     let value = format!("{} {} {rid}", trim.tokens_max, session.incarnation);
-    // This can't fail, because all three words are plain ASCII.
+    // All three words are plain ASCII, so this can't fail.
     let Ok(value) = HeaderValue::from_str(&value) else { return };
     headers.insert(TRIM_HEADER, value);
     if trim.must_continue {
@@ -39,7 +35,6 @@ pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &Turn,
     }
 }
 
-/// Whether the shim must refuse the turn if it doesn't continue its session's history.
 pub(super) fn requires_continuation(turn: &Turn) -> bool {
     let trim = turn.session.as_ref().and_then(|session| session.trim);
     trim.is_some_and(|trim| trim.must_continue)

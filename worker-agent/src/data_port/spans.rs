@@ -1,9 +1,7 @@
 //! Says what the agent's spans of a turn tell: its route, its wait, its end.
 //!
-//! A span is a part of a turn's way (see [`service::traces`]). `turn` begins the agent's first span
-//! of a turn, as a child of the router's, and its children `queue` and `engine`; `exchange` begins
-//! `stream`. A stage of staged prefill is a turn whose first span is named `stage`. No attribute
-//! has a part of a prompt or an answer, a client's id or a key.
+//! A stage of staged prefill is a turn whose first span is named `stage`. No attribute has a part
+//! of a prompt or an answer, a client's id or a key.
 
 use http::HeaderMap;
 use proto::claim;
@@ -17,7 +15,6 @@ use service::{
 
 use crate::session::Outcome;
 
-/// Begins the agent's first span of a request on the route `path`.
 pub(crate) fn begin(
     traces: &Traces,
     headers: &mut HeaderMap,
@@ -32,14 +29,12 @@ pub(crate) fn begin(
     trace
 }
 
-/// Returns the turn's number from its header, in hex digits. `None` if no router has set it.
 fn turn_id(headers: &HeaderMap) -> Option<String> {
     let text = headers.get(claim::TURN)?.to_str().ok()?;
     let is_number = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     is_number.then(|| text.to_owned())
 }
 
-/// Records why the agent refuses a request.
 pub(crate) fn refuse(trace: &Trace, refusal: &Refusal) {
     trace.change(|span| {
         span.set("error.type", refusal.code.as_str());
@@ -47,7 +42,7 @@ pub(crate) fn refuse(trace: &Trace, refusal: &Refusal) {
     });
 }
 
-/// Sets the status of an answer. It is a failure if the client isn't to blame.
+/// An answer is a failure if the client isn't to blame.
 pub(super) fn set_status(span: &mut Span, status: u16) {
     span.set("http.response.status_code", u64::from(status));
     if status >= 500 {
@@ -55,7 +50,6 @@ pub(super) fn set_status(span: &mut Span, status: u16) {
     }
 }
 
-/// Records how the engine ended a turn.
 pub(super) fn end(trace: &Trace, outcome: Outcome) {
     trace.change(|span| {
         span.set("berth.outcome", outcome.as_str());

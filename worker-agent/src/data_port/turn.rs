@@ -1,14 +1,7 @@
-//! Takes one turn (a request and its answer) through the agent, from the client to the engine.
-//!
-//! `routes` calls `serve_request` with each request. This function claims the turn's session (a
-//! chain of turns that share a growing prefix) at the owner task, lets `request` check and rewrite
-//! the body, waits until the owner task admits the turn, and sends the turn to the engine. The
-//! client gets the answer's bytes unchanged, through an `Exchange`. [`send_own_turn`] sends stages
-//! of `staged_prefill` on the same path.
+//! Takes one turn through the agent, from the client to the engine.
 //!
 //! The claim ends when the *engine* has ended the turn, even if the client disconnects before,
-//! because only then can the session take another turn. The owner task's session table decides
-//! which turns run; this module decides nothing about sessions.
+//! because only then can the session take another turn. This module decides nothing about sessions.
 
 use std::{sync::Arc, time::Duration};
 
@@ -56,50 +49,35 @@ use crate::{
     session::{self, Turn},
 };
 
-/// Response header of a turn in a pinned session (which keeps its KV in the engine between turns).
-/// The value is the number of tokens of KV reserved for the turn beyond the session's history. For
-/// a turn without a token limit, this is as much as the engine allows.
+/// Tokens reserved for a pinned session's turn beyond the session's history. Without a token limit,
+/// as many as the engine allows.
 const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens");
-/// Response header of a session's turn: how the turn ran. The values are the names of
-/// `RunMode`.
+/// The value is the name of a `RunMode`.
 const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
 
-/// What each turn needs of the agent. Clones share the same state.
 #[derive(Debug, Clone)]
 pub struct TurnContext {
-    /// Admits turns.
     pub agent: AgentHandle,
-    /// Recognizes the routers among the callers.
     pub router_auth: RouterAuth,
-    /// The engine that turns are sent to.
     pub engine: EngineClient,
     /// Limits the bytes of all request bodies in memory together.
     pub body_budget: BodyBudget,
     /// Shares out the processors among the clients with long bodies.
     pub reading: Arc<Places>,
-    /// The time limit of a turn, after which it is aborted.
     pub turn_time_max: Duration,
-    /// Wakes `owner::engine_monitor`, the task that follows the engine's state.
     pub wake_monitor: Arc<Notify>,
     /// Runs the tasks that wait for the turns of clients that have disconnected.
     pub tasks: Tasks,
-    /// The turns that clients can abort.
     pub running_turns: AgentTurns,
-    /// The agent's metrics.
     pub metrics: Metrics,
-    /// Makes the traces of turns.
     pub traces: Traces,
 }
 
 impl TurnContext {
-    /// Reports that a turn could not be sent to the engine.
-    ///
     /// If the engine refuses connections, its process has ended. This function then waits until the
     /// owner task's mailbox has the news. Otherwise a turn could reach a restarted engine while the
-    /// owner still believes that the old process runs. `process` is the process that the turn was
-    /// for: the owner may know its successor by now.
-    ///
-    /// If the agent itself has no descriptor for a connection, there is nothing to report.
+    /// owner still believes that the old process runs. `process` is the one that the turn was for:
+    /// the owner may know its successor by now.
     pub(super) async fn report_engine_failure(
         &self,
         process: u64,
@@ -115,12 +93,7 @@ impl TurnContext {
     }
 }
 
-/// Sends a turn of the agent itself, without a session, on behalf of a client. It takes the same
-/// path as turns from routers. `caller` sent the request, and `principal` came in a header.
-/// `trace_headers` has the context of the trace that the turn belongs to.
-///
-/// # Errors
-/// Why the turn was refused, or could not be sent.
+/// The agent's own turn takes the path of turns from routers, without a session.
 pub async fn send_own_turn(
     context: &TurnContext,
     caller: Caller,
@@ -145,7 +118,6 @@ pub async fn send_own_turn(
     serve_as(context, GENERATE, request, "stage").await
 }
 
-/// Serves one request: runs a turn, or passes on a request that is not a turn.
 pub(super) async fn serve_request(
     context: &TurnContext,
     route: Route,
@@ -154,7 +126,6 @@ pub(super) async fn serve_request(
     serve_as(context, route, request, "turn").await
 }
 
-/// Serves one request. If it is a turn, its span has this name.
 async fn serve_as(
     context: &TurnContext,
     route: Route,
@@ -171,7 +142,6 @@ async fn serve_as(
     serving.await.inspect_err(|refusal| spans::refuse(&trace, refusal))
 }
 
-/// Runs a turn.
 async fn serve_turn(
     context: &TurnContext,
     route: Route,
@@ -219,7 +189,6 @@ async fn serve_turn(
         .map_err(|refusal| refusal.allow_repeat(may_repeat))
 }
 
-/// A turn whose body was read.
 struct ReadTurn {
     route: Route,
     request_head: http::request::Parts,
@@ -231,7 +200,6 @@ struct ReadTurn {
 }
 
 impl ReadTurn {
-    /// Sends an admitted turn to the engine, and returns the client's response.
     async fn run_at_engine(
         self,
         context: &TurnContext,
@@ -298,7 +266,6 @@ impl ReadTurn {
     }
 }
 
-/// Adds the headers that tell the client how its turn runs.
 fn add_turn_headers(
     headers: &mut HeaderMap,
     context: &TurnContext,
@@ -316,33 +283,29 @@ fn add_turn_headers(
     }
 }
 
-/// Returns the refusal of a turn in a pinned session during which the engine's weights changed
-/// before its answer began. The engine may have run it on the KV of the older weights.
+/// If the weights have changed before the answer began, the turn may have run on older KV.
 fn overtaken_refusal(context: &TurnContext, turn: &Turn) -> Option<Refusal> {
     let is_overtaken =
         turn.is_pinned() && context.agent.weights.borrow().epoch != turn.weights_epoch;
     is_overtaken.then(|| refusal(&session::Error::WeightsChanged.into()))
 }
 
-/// Returns a header's value for the log.
 fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name).and_then(|value| value.to_str().ok())
 }
 
-/// A turn that has claimed its place, and what its headers say.
 struct ClaimedTurn {
-    /// The proof of the claim. Dropping it ends the turn and frees the session.
+    /// Dropping the lease ends the turn and frees the session.
     lease: Lease,
     principal: String,
     in_session: bool,
     resident_tokens: u64,
     hints: TurnHints,
-    /// Whether the client may repeat the turn by itself, although a part of it may have run.
+    /// The client may repeat the turn by itself, although a part of the turn may have run.
     may_repeat: bool,
 }
 
-/// Claims the turn's session before its body is read, so no other turn of the session can start
-/// during a slow upload. A turn that its session can't queue is refused at once.
+/// The body is read later, so no other turn of the session can start during a slow upload.
 async fn claim_turn(
     context: &TurnContext,
     headers: &HeaderMap,
@@ -370,7 +333,7 @@ async fn claim_turn(
     Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints, may_repeat })
 }
 
-/// Parses a body; a long one on a blocking thread, in a place of its sender.
+/// A long body is parsed on a blocking thread, in a place of its sender.
 async fn parse_body(
     places: &Places,
     principal: &str,
@@ -384,7 +347,7 @@ async fn parse_body(
     places.run(&principal.into(), move || request::parse(&context, &bytes)).await
 }
 
-/// Refuses a compressed body, because the agent must find and replace keys in the body.
+/// The agent must find and replace keys in the body.
 fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     match headers.get(header::CONTENT_ENCODING) {
         Some(encoding) if encoding != "identity" => {
@@ -395,12 +358,11 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Refusal> {
     }
 }
 
-/// Returns the turn's id as the engine knows it. Ids of the Responses API have a prefix.
+/// Ids of the Responses API have a prefix.
 fn engine_rid(kind: Kind, rid: &str) -> String {
     if kind == Kind::Responses { format!("{RESPONSE_PREFIX}{rid}") } else { rid.to_owned() }
 }
 
-/// Passes on a request that is not a turn. Such a request needs no claim and isn't counted.
 pub(super) async fn pass_through(
     context: &TurnContext,
     request_head: &http::request::Parts,
@@ -439,8 +401,7 @@ fn engine_request(
     outgoing
 }
 
-/// Sets the credential with which the engine gets a request. A router has checked its client, so
-/// the engine gets the agent's key. Anyone else is for the engine itself to check.
+/// A router has checked its client. Anyone else is for the engine itself to check.
 fn set_credential(context: &TurnContext, caller: Caller, headers: &mut HeaderMap) {
     if caller == Caller::Router {
         credential::remove(headers);
@@ -450,7 +411,6 @@ fn set_credential(context: &TurnContext, caller: Caller, headers: &mut HeaderMap
     }
 }
 
-/// Returns the head of the engine's answer without the headers of the connection to the engine.
 fn response_head(mut head: http::response::Parts) -> http::response::Parts {
     strip_engine_answer(&mut head.headers);
     if head.status.is_informational() {

@@ -1,11 +1,6 @@
 //! Calls the HTTP API of the engine (SGLang) for the agent.
 //!
-//! [`EngineClient`] sends turns (requests with their answers) and aborts them, opens and closes
-//! sessions (series of turns whose KV the engine keeps), and reads the engine's description and
-//! load. The engine knows a session by the id of its *incarnation*: one life of the session inside
-//! the engine. `data_port` sends turns, the tasks of `owner` make all other calls. They decide what
-//! is sent and when; the client keeps no list of sessions and retries nothing. The child
-//! `control_call` sends the calls of operators and trainers.
+//! The client keeps no list of sessions and retries nothing.
 
 mod control_call;
 
@@ -42,59 +37,47 @@ use crate::kv_events::{
     publisher_info::{PublisherAddresses, PublisherInfo, host_tokens},
 };
 
-/// The maximum bytes of the answer to a control call. The largest answer, of `/server_info`, has
-/// about 40 KiB.
+/// The largest answer, of `/server_info`, has about 40 KiB.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// The agent closes connections that were idle for this time, before the engine's HTTP server
-/// closes them after 5 s. If the agent sent a turn over a connection while the server closes the
-/// connection, the agent could not know whether the engine runs the turn.
+/// The engine's HTTP server closes idle connections after 5 s. A turn that was sent over a closing
+/// connection may or may not run.
 const POOL_IDLE_MAX: Duration = Duration::from_secs(4);
 
-/// The engine's idle timeout of a session that the agent opens only to check that the id is free.
-/// If the agent dies before it closes this session, the timeout removes the session.
+/// A session that the agent opens only to check that the id is free is removed by this timeout if
+/// the agent dies before it closes it.
 const PROBE_IDLE_MAX: Duration = Duration::from_secs(60);
 
-/// Why a call to the engine failed. The text goes to clients too, so it has no address.
+/// The text goes to clients too, so it has no address.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The engine accepted no connection, so it did not get the call.
     #[error("the engine accepts no connections")]
     Connect(#[source] hyper_util::client::legacy::Error),
-    /// An established connection broke before the answer was complete.
     #[error("the engine closed the connection before its answer was complete")]
     Broken(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// No answer came in time.
     #[error("the engine did not answer {0} within {1:?}")]
     Timeout(&'static str, Duration),
-    /// The answer has an unexpected status.
     #[error("the engine answered {path} with {status}: {body}{}", status_advice(*.status))]
     Status {
-        /// The route that was called.
         path: &'static str,
-        /// The status of the answer.
         status: StatusCode,
         /// The start of the body.
         body: String,
     },
-    /// The answer can't be parsed.
     #[error("the engine's answer to {path} is invalid: {detail}")]
     Answer {
         /// The route that was called.
         path: &'static str,
-        /// What is wrong with the answer.
         detail: String,
     },
 }
 
 impl Error {
-    /// Whether an established connection broke.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         matches!(self, Self::Broken(..))
     }
 
-    /// Whether the engine may have carried out the call although no valid answer came.
     #[must_use]
     pub fn is_ambiguous(&self) -> bool {
         match self {
@@ -104,26 +87,22 @@ impl Error {
         }
     }
 
-    /// Whether this agent had no file descriptor or port for a connection. Then the call says
-    /// nothing about the engine.
+    /// A shortage of the agent's own says nothing about the engine.
     #[must_use]
     pub fn is_own_shortage(&self) -> bool {
         matches!(self, Self::Connect(error) if descriptors::is_shortage(error))
     }
 
-    /// Whether the engine's process is gone: see [`is_connection_refused`].
     #[must_use]
     pub fn is_process_gone(&self) -> bool {
         matches!(self, Self::Connect(error) if is_connection_refused(error))
     }
 }
 
-/// Converts an error of the HTTP client: the connection could not be made, or it broke.
 fn connection_error(error: hyper_util::client::legacy::Error) -> Error {
     if error.is_connect() { Error::Connect(error) } else { Error::Broken(error.into()) }
 }
 
-/// Returns what an operator should do about a status, as the end of a message.
 fn status_advice(status: StatusCode) -> &'static str {
     if status == StatusCode::UNAUTHORIZED {
         "; set BERTH_ENGINE_API_KEY to the engine's --api-key"
@@ -132,35 +111,31 @@ fn status_advice(status: StatusCode) -> &'static str {
     }
 }
 
-/// Whether the engine's port refused the connection. Then the engine's process is gone, and with it
-/// all its KV.
+/// A refused connection means that the engine's process is gone, and with it all its KV.
 #[must_use]
 pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool {
     let kind = descriptors::system_error(error).map(std::io::Error::kind);
     kind == Some(std::io::ErrorKind::ConnectionRefused)
 }
 
-/// A client of one engine. Clones share its connections.
+/// Clones share its connections.
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     base_uri: Uri,
     api_key: Option<HeaderValue>,
-    /// The credential for the engine's admin routes.
     admin_key: Option<HeaderValue>,
-    /// Sends turns. Their bodies are streamed, without a time limit.
+    /// Streams bodies, without a time limit.
     turn_client: Client<HttpConnector, Body>,
-    /// Sends control calls, on connections of their own, so that they never wait behind turns.
+    /// Control calls have connections of their own, so that they never wait behind turns.
     control_client: Client<HttpConnector, Full<Bytes>>,
-    /// Reads load samples, and nothing else. This client keeps one connection open, so a sample
-    /// that comes over a new connection may come from a new engine process.
+    /// This client keeps one connection open, so a sample that comes over a new connection may come
+    /// from a new engine process.
     sample_client: Client<HttpConnector, Full<Bytes>>,
-    /// The time limit of a call other than a turn.
     call_time_max: Duration,
 }
 
 impl EngineClient {
-    /// Creates a client of the engine at `base_uri` (`http://host:port`). `connect_max` is the time
-    /// limit for connecting, and `call_time_max` that for a call other than a turn.
+    /// `base_uri` is `http://host:port`. `call_time_max` is for calls other than turns.
     #[must_use]
     pub fn new(
         base_uri: Uri,
@@ -188,44 +163,37 @@ impl EngineClient {
         }
     }
 
-    /// Sets the credential for the engine's admin routes. Without one, they get the API key. An
-    /// engine that has an admin key doesn't take the API key there.
+    /// Without an admin key, the admin routes get the API key. An engine that has an admin key
+    /// doesn't take the API key there.
     #[must_use]
     pub fn with_admin_key(mut self, admin_key: Option<HeaderValue>) -> Self {
         self.admin_key = admin_key.or(self.admin_key);
         self
     }
 
-    /// Returns the engine's host.
     #[must_use]
     pub fn host(&self) -> &str {
         self.base_uri.host().unwrap_or("127.0.0.1")
     }
 
-    /// Returns the credential for the engine's admin routes; `None` if there is none.
     #[must_use]
     pub fn admin_key(&self) -> Option<&HeaderValue> {
         self.admin_key.as_ref()
     }
 
-    /// Returns the engine's API key as the value of `Authorization`; `None` if there is none.
     #[must_use]
     pub fn api_key(&self) -> Option<&HeaderValue> {
         self.api_key.as_ref()
     }
 
-    /// Sends a turn when the returned future is polled. Dropping the future closes the connection.
-    /// The caller has set the credential.
+    /// The caller has set the credential. Dropping the future closes the connection.
     pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
         self.turn_client.request(request)
     }
 
-    /// Reads `/server_info`. Returns the facts, the tokenizer's source if the engine states one,
-    /// and where it publishes KV events.
-    ///
-    /// # Errors
-    /// When the engine can't be reached or its answer is invalid.
+    /// Also returns the tokenizer's source if the engine states one, and where it publishes KV
+    /// events.
     pub async fn read_info(
         &self,
     ) -> Result<(EngineInfo, Option<model_files::TokenizerSource>, PublisherInfo), Error> {
@@ -252,10 +220,7 @@ impl EngineClient {
         Ok((info, model_files::TokenizerSource::from_info(&value), publisher_info))
     }
 
-    /// Reads the engine's present role in a pair: `null`, `prefill` or `decode`.
-    ///
-    /// # Errors
-    /// When the engine can't be reached or its answer is invalid.
+    /// The role is `null`, `prefill` or `decode`.
     pub async fn read_role(&self) -> Result<String, Error> {
         let path = "/server_info";
         let body = self.call(Method::GET, path, None).await?;
@@ -264,10 +229,6 @@ impl EngineClient {
         Ok(read_role(&value).to_owned())
     }
 
-    /// Reads the names of the loaded LoRA adapters from `/v1/models`, in order.
-    ///
-    /// # Errors
-    /// When the engine can't be reached or its answer is invalid.
     pub async fn read_adapters(&self) -> Result<Vec<String>, Error> {
         #[derive(Deserialize)]
         struct Models {
@@ -289,10 +250,7 @@ impl EngineClient {
         Ok(names)
     }
 
-    /// Reads `/v1/loads`. Calls `now` when the answer has arrived.
-    ///
-    /// # Errors
-    /// When the engine can't be reached or its answer is invalid.
+    /// `now` is called when the answer has arrived.
     pub async fn read_load(&self, now: impl Fn() -> Instant) -> Result<LoadSample, Error> {
         let path = "/v1/loads";
         let request = self.build_request(Method::GET, "/v1/loads?include=core", None);
@@ -307,12 +265,8 @@ impl EngineClient {
         Ok(LoadSample { at: now(), ranks: answer.loads, connection, is_paused: false })
     }
 
-    /// Opens a session whose KV the engine keeps (a "streaming session" of SGLang) under the id
-    /// `incarnation`. The engine closes the session if it is idle for `idle_max`. Usually the agent
-    /// closes its sessions earlier, so this limit matters only if no agent is left.
-    ///
-    /// # Errors
-    /// When the engine refuses or can't be reached.
+    /// SGLang calls this a streaming session. Usually the agent closes its sessions before
+    /// `idle_max`, so that limit matters only if no agent is left.
     pub async fn open_session(&self, incarnation: &str, idle_max: Duration) -> Result<(), Error> {
         let body = serde_json::json!({
             "capacity_of_str_len": 1,
@@ -323,15 +277,9 @@ impl EngineClient {
         self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
     }
 
-    /// Closes a session, and returns whether the session is gone. `rid` is the id of a turn that
-    /// may still run. The method aborts that turn first, because the engine defers a close while a
-    /// turn runs.
-    ///
-    /// The engine answers every close with 200, even a deferred one. So this method then opens a
-    /// session with the same id, which the engine refuses while the old session exists.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
+    /// The engine defers a close while a turn runs, so `rid` is aborted first. It answers 200 to
+    /// every close, even a deferred one. So this method then opens a session with the same id,
+    /// which the engine refuses while the old session exists.
     pub async fn close_and_verify(
         &self,
         incarnation: &str,
@@ -345,11 +293,6 @@ impl EngineClient {
         }
     }
 
-    /// Aborts the turn `rid` if there is one, and requests that its session is closed. Doesn't
-    /// check whether the session is gone.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
     pub async fn abort_and_close(&self, incarnation: &str, rid: Option<&str>) -> Result<(), Error> {
         if let Some(rid) = rid {
             self.abort(rid).await?;
@@ -357,17 +300,12 @@ impl EngineClient {
         self.close_session(incarnation).await
     }
 
-    /// Requests that a session is closed, and aborts no turn. The engine answers 200 even if it
-    /// has no such session.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
+    /// The engine answers 200 even if it has no such session.
     pub async fn close_session(&self, incarnation: &str) -> Result<(), Error> {
         let body = serde_json::json!({ "session_id": incarnation });
         self.call(Method::POST, "/close_session", Some(&body)).await.map(drop)
     }
 
-    /// Makes a control call, and returns the body of the answer.
     async fn call(
         &self,
         method: Method,
@@ -395,8 +333,7 @@ impl EngineClient {
         request.body(Full::from(bytes)).expect("all parts are valid")
     }
 
-    /// Sends a request within the time limit. Returns the body of the answer, and the local address
-    /// of the connection. `path` is the route for error messages.
+    /// `path` is for error messages. Also returns the connection's local address.
     async fn send_with_limit(
         &self,
         client: &Client<HttpConnector, Full<Bytes>>,
@@ -413,7 +350,6 @@ impl EngineClient {
         tokio::time::timeout(limit, answer).await.map_err(|_| Error::Timeout(path, limit))?
     }
 
-    /// Reads the body of an answer. Any status other than success is an error.
     async fn read_body(
         &self,
         path: &'static str,
@@ -436,7 +372,6 @@ impl EngineClient {
     }
 }
 
-/// Returns the pages in the pools of one rank, for pages of `page_tokens` tokens.
 fn pool_pages(value: &Value, info: &EngineInfo, page_tokens: u32) -> TierPages {
     let device_bytes = info.pool_bytes.first().copied().flatten();
     let token_bytes = device_bytes.and_then(|bytes| bytes.checked_div(info.pool_tokens));

@@ -1,71 +1,57 @@
 //! Reads what a control call did to the engine's KV and weights, from its request and its answer.
 //!
-//! `data_port::control` sends the calls, and the owner task acts on the [`ControlOutcome`]. An
-//! answer may also be lost, or say that a part was done. Whatever may have changed the weights
-//! counts as a change: a needless one costs computation, a missed one wrong answers. This module is
-//! pure.
+//! An answer may be lost, or say that a part was done. Whatever may have changed the weights counts
+//! as a change: a needless one costs computation, a missed one wrong answers. Pure.
 
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode};
 use proto::control::Effect;
 use serde::Deserialize;
 
-/// The engine's answer to a control call.
 #[derive(Debug, Clone)]
 pub struct ControlAnswer {
-    /// The HTTP status.
     pub status: StatusCode,
-    /// The content type, if the answer has one.
     pub content_type: Option<HeaderValue>,
-    /// The body.
     pub body: Bytes,
 }
 
-/// What a control call asks for, as far as its effect depends on that.
+/// The parts of a call's body on which its effect depends.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct ControlRequest {
-    /// Whether an update flushes the cache.
     pub flush_cache: bool,
     /// The kinds of memory to release or to resume; none means all.
     pub tags: Option<Vec<String>>,
-    /// The name of the adapter to load or to unload.
     pub lora_name: Option<String>,
 }
 
-/// What became of a control call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ControlOutcome {
-    /// The engine did it. `was_flushed`: it freed all its KV with it.
     Done {
         /// Whether the engine has freed all its KV.
         was_flushed: bool,
     },
-    /// The engine did not do it.
     NotDone,
-    /// The engine may have done it, or a part of it.
+    /// The engine may have done the call, or a part of it.
     Unknown,
 }
 
-/// The weights that the engine reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WeightsLabel {
-    /// The engine's `weight_version`.
     pub version: String,
-    /// Where the engine has loaded its weights from.
     pub model_path: String,
 }
 
-/// The beginnings of the engine's messages that nothing was changed.
+/// Beginnings of the engine's messages that nothing was changed.
 const UNCHANGED: [&str; 4] = [
     "Failed to get ",
     "a weight-update session is already open",
     "no weight-update session is open",
     "The engine initialized with",
 ];
-/// Part of the engine's message that an update came outside begin and end.
+/// The engine says this of an update outside begin and end.
 const OUTSIDE_SESSION: &str = "must run between begin_weight_update() and end_weight_update()";
-/// The beginning of the engine's message that an update was done, but not its flush.
+/// The engine says this of an update that was done without its flush.
 const NOT_FLUSHED: &str = "Weights were updated, but the cache was not flushed";
 
 impl Default for ControlRequest {
@@ -75,7 +61,7 @@ impl Default for ControlRequest {
 }
 
 impl ControlRequest {
-    /// Reads a request's body. If it can't be read, nothing counts as flushed.
+    /// A body that can't be read counts as no flush.
     #[must_use]
     pub fn read(body: &[u8]) -> Self {
         if body.is_empty() {
@@ -85,7 +71,6 @@ impl ControlRequest {
         serde_json::from_slice(body).unwrap_or(unknown)
     }
 
-    /// Whether the request concerns this kind of memory.
     #[must_use]
     pub fn has_tag(&self, tag: &str) -> bool {
         let tags = self.tags.as_deref().unwrap_or_default();
@@ -94,7 +79,7 @@ impl ControlRequest {
 }
 
 impl ControlOutcome {
-    /// Reads the outcome of a call with this effect. `answer`: `None` if none came.
+    /// `answer` is `None` if none came.
     #[must_use]
     pub fn read(effect: Effect, request: &ControlRequest, answer: Option<&ControlAnswer>) -> Self {
         let Some(answer) = answer else { return Self::Unknown };

@@ -1,7 +1,4 @@
 //! Reads the engine's description from its `/server_info`. Pure.
-//!
-//! `client` requests the description. `owner` decides by it what the engine can take, and tells
-//! routers its facts.
 
 use proto::{
     count::COUNT_MAX,
@@ -14,52 +11,38 @@ use super::{
     retentions::{CacheFlags, SecondPool, Storage},
 };
 
-/// The part of `/server_info` that the agent needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineInfo {
-    /// The facts that the agent tells routers.
     pub facts: EngineFacts,
-    /// The flags that decide, with the facts, how the engine can keep the KV of sessions.
     pub cache: CacheFlags,
-    /// For each data parallel (DP) rank: the number of rows of its request table. A request that
-    /// runs holds a row.
+    /// The rows of each DP rank's request table. A request that runs holds a row.
     pub rows: Vec<u32>,
-    /// The size of each rank's KV pool, in tokens.
     pub pool_tokens: u64,
-    /// The engine's device type, for example `cuda` or `cpu`.
     pub device: String,
-    /// For each rank: the bytes of its pool on one of its devices, precise to about 1 MiB. `None`
-    /// if the engine doesn't report them.
+    /// For each rank: the bytes of its pool on one of its devices, precise to about 1 MiB.
     pub pool_bytes: Vec<Option<u64>>,
-    /// The most prompt tokens that the engine computes in one step. `None`: whole prompts.
+    /// The most prompt tokens of one step; `None`: whole prompts.
     pub step_tokens_max: Option<u64>,
-    /// The tokenizer files on this host. `None` until the engine monitor has found them.
+    /// `None` until the engine monitor has found them.
     pub model_files: Option<ModelFiles>,
-    /// Whether the engine can load LoRA adapters.
     pub has_lora: bool,
-    /// Whether the engine's role in a pair can change while it runs (`--enable-pd-role-switch`).
+    /// The flag is `--enable-pd-role-switch`.
     pub can_switch_role: bool,
-    /// In which order the engine takes requests by their priority. `None` if it ignores priorities.
+    /// `None` if the engine ignores priorities.
     pub priority_order: Option<PriorityOrder>,
-    /// The engine's flags that are not set and without which Berth can do less.
     pub missing_flags: Vec<MissingFlag>,
 }
 
-/// Which requests the engine takes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PriorityOrder {
-    /// Those with the greatest number.
     GreatestFirst,
-    /// Those with the least number.
     LeastFirst,
 }
 
-/// The most DP ranks of an engine. Real engines have far fewer.
+/// Real engines have far fewer.
 const RANKS_MAX: u64 = 4096;
-/// The engine's default port of the bootstrap server.
 const BOOTSTRAP_PORT_DEFAULT: u16 = 8998;
 
-/// Reads the values that the agent needs from the answer of `/server_info`.
 pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
     let number = |key: &str| value.get(key).and_then(Value::as_u64);
     let flag = |key: &str| value.get(key).and_then(Value::as_bool).unwrap_or(false);
@@ -100,9 +83,9 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             vocabulary: None,
             streaming_sessions: flag("enable_streaming_session"),
             radix_sessions: flag("enable_session_radix_cache"),
-            // The engine reports no process id. The agent derives an id from two values that
-            // differ between processes: the seed, random at each launch unless the operator sets
-            // it, and the startup times, which are measured at each launch.
+            // The engine reports no process id. These two values differ between processes: the seed
+            // is random at each launch unless the operator sets it, and the startup times are
+            // measured.
             instance: proto::id::short_sha256(
                 format!("{seed} {startup_times}{role_in_id}").as_bytes(),
             ),
@@ -129,8 +112,8 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
     })
 }
 
-/// Returns the engine's role: `null`, `prefill` or `decode`. The engine's flags say in which role
-/// it has started, and its scheduler's state the present role, which may be another one.
+/// `null`, `prefill` or `decode`. The flags say in which role the engine has started, its
+/// scheduler's state the present one.
 pub(super) fn read_role(value: &Value) -> &str {
     fn mode(value: &Value) -> Option<&str> {
         value.get("disaggregation_mode").and_then(Value::as_str)
@@ -139,8 +122,7 @@ pub(super) fn read_role(value: &Value) -> &str {
     scheduler.and_then(mode).or_else(|| mode(value)).unwrap_or("null")
 }
 
-/// Reads the flags that decide how the engine can keep the KV of sessions. A rank's state has what
-/// was changed since the engine's start.
+/// A rank's state has what was changed since the engine's start.
 fn read_cache_flags(value: &Value) -> CacheFlags {
     let rank_state = value.get("internal_states").and_then(|states| states.get(0));
     let setting =
@@ -168,7 +150,7 @@ fn read_cache_flags(value: &Value) -> CacheFlags {
     }
 }
 
-/// Reads how an engine in prefill or decode mode hands over KV. `None` for any other engine.
+/// `None` for an engine in neither prefill nor decode mode.
 fn read_transfer(value: &Value) -> Option<KvTransfer> {
     let text = |key: &str| value.get(key).and_then(Value::as_str);
     if !matches!(read_role(value), "prefill" | "decode") {
@@ -198,7 +180,7 @@ fn read_transfer(value: &Value) -> Option<KvTransfer> {
     })
 }
 
-/// Returns the bytes of a rank's KV pool, which the engine reports in GiB with three decimals.
+/// The engine reports GiB with three decimals.
 fn pool_bytes(rank_state: &Value) -> Option<u64> {
     let gib = rank_state.get("memory_usage")?.get("kvcache")?.as_f64()?;
     let milli_gib = (gib * 1000.0).round();

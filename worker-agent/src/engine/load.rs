@@ -5,30 +5,24 @@ use std::{net::SocketAddr, time::Instant};
 use proto::count;
 use serde::Deserialize;
 
-/// One rank's entry in `/v1/loads`.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 pub struct RankSample {
-    /// The data parallel rank.
     pub dp_rank: u32,
-    /// Requests in the running batch.
     #[serde(deserialize_with = "count::read")]
     pub num_running_reqs: u64,
-    /// Requests in the queue.
     #[serde(deserialize_with = "count::read")]
     pub num_waiting_reqs: u64,
-    /// Tokens in use that can't be evicted.
+    /// Tokens that can't be evicted.
     #[serde(deserialize_with = "count::read")]
     pub num_used_tokens: u64,
-    /// Tokens in the pool.
     #[serde(deserialize_with = "count::read")]
     pub max_total_num_tokens: u64,
-    /// Tokens prefilled since the engine started. Decreases only when the engine restarts.
+    /// Decreases only when the engine restarts.
     #[serde(default)]
     pub total_prefill_uncached_tokens: u64,
-    /// Time spent on these tokens, in microseconds.
     #[serde(default)]
     pub total_prefill_busy_us: Option<u64>,
-    /// Prompt tokens that wait to be computed, as the engine estimates them.
+    /// The engine's estimate.
     #[serde(default, deserialize_with = "count::read_option")]
     pub num_waiting_uncached_tokens: Option<u64>,
     /// When the scheduler took these figures, in seconds of the engine's clock. 0: unknown.
@@ -37,7 +31,7 @@ pub struct RankSample {
 }
 
 impl RankSample {
-    /// Returns when the scheduler took these figures, in microseconds of the engine's clock.
+    /// The result is in microseconds of the engine's clock.
     #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
@@ -49,16 +43,13 @@ impl RankSample {
     }
 }
 
-/// The load of all ranks at one moment.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadSample {
-    /// When the answer arrived.
     pub at: Instant,
-    /// One entry per rank, in rank order.
     pub ranks: Vec<RankSample>,
     /// The local address of the connection that brought the answer.
     pub connection: Option<SocketAddr>,
-    /// Whether the engine is paused: it takes requests, and runs none.
+    /// The engine then takes requests, and runs none.
     pub is_paused: bool,
 }
 

@@ -1,22 +1,16 @@
 //! Names the engine's flags without which Berth can do less, for the log. Pure.
 //!
-//! `client` calls [`missing_flags`] with the engine's `/server_info`. The owner task logs the
-//! result once for each engine process. `proto::load::Retention` names the flags of retentions in
-//! refusals.
+//! The owner task logs them once for each engine process.
 
 use proto::load::Retention;
 use serde_json::Value;
 
-/// A flag of the engine that is not set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingFlag {
-    /// What to start the engine with.
     pub flag: &'static str,
-    /// What isn't possible without it.
     pub without: &'static str,
 }
 
-/// Returns the flags that the engine lacks.
 #[must_use]
 pub fn missing_flags(server_info: &Value, publishes_kv_events: bool) -> Vec<MissingFlag> {
     let is_on = |key: &str| server_info.get(key).and_then(Value::as_bool).unwrap_or(false);

@@ -1,13 +1,9 @@
 //! Finds the model files by which the engine tokenizes, and reads them for routers.
 //!
-//! The files are the tokenizer, its config and the chat template, which turns messages into a
-//! prompt. With them, a router computes the same token ids as the engine.
-//!
-//! `owner::engine_monitor` gives the engine's settings, and gets the files' paths and a hash of
-//! their contents. `control_port` reads the contents when a router fetches them; they aren't kept
-//! in memory. This module downloads nothing and tokenizes nothing. If the engine builds prompts in
-//! a way that no chat template describes, the template is left out. Then routers can tokenize text,
-//! but not messages.
+//! With these files, a router computes the same token ids as the engine. The contents aren't kept
+//! in memory: they are read when a router fetches them. If the engine builds prompts in a way that
+//! no chat template describes, the template is left out, and routers can tokenize text, but not
+//! messages.
 
 use std::{
     fs::File,
@@ -24,11 +20,10 @@ use proto::{
 };
 use serde_json::Value;
 
-/// The maximum bytes of a template, and of a file that may contain a template.
 const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 
-/// Paths of models whose prompts SGLang builds by its own code instead of a chat template. An entry
-/// matches a path that contains the first text and, anywhere after it, the second text.
+/// SGLang builds these models' prompts by its own code. A path matches that contains the first text
+/// and, anywhere after it, the second one.
 const BUILTIN_PROMPT_PATHS: [(&str, &str); 13] = [
     ("moss", "vl"),
     ("internvl", ""),
@@ -44,10 +39,9 @@ const BUILTIN_PROMPT_PATHS: [(&str, &str); 13] = [
     ("paddleocr", ""),
     ("whisper", ""),
 ];
-/// A word that also marks the path of a model whose prompts SGLang builds by its own code. It must
-/// be a whole word in the path, because many paths contain `checkpoints`.
+/// This must be a whole word of the path, because many paths contain `checkpoints`.
 const BUILTIN_PROMPT_PATH_WORD: &str = "points";
-/// The `model_type` in the config of models whose prompts SGLang builds by its own code.
+/// SGLang builds these models' prompts by its own code, too.
 const BUILTIN_PROMPT_MODEL_TYPES: [&str; 14] = [
     "internvl_chat",
     "deepseek_vl_v2",
@@ -65,51 +59,41 @@ const BUILTIN_PROMPT_MODEL_TYPES: [&str; 14] = [
     "inkling",
 ];
 
-/// Why the files are not available to routers.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The engine runs without a tokenizer.
     #[error("the engine runs without a tokenizer")]
     NoTokenizer,
-    /// The name is neither a folder nor a model in the local cache of the Hugging Face hub.
     #[error("there is no folder of the model {0:?} on this host")]
     NoFolder(String),
-    /// A file can't be read.
     #[error("{path} can't be read")]
     Read {
-        /// The file's path.
         path: PathBuf,
         /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// The files exceed the size limit.
     #[error("the model's files have more than {BYTES_MAX} bytes")]
     TooLarge,
-    /// The files have changed since they were found.
     #[error("the model's files have changed; restart the engine to use them")]
     Changed,
 }
 
-/// The engine's settings that say where its tokenizer and chat template are.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenizerSource {
     /// The model's folder, or its name in the Hugging Face hub.
     pub model: String,
-    /// The tokenizer's folder, or its name in the hub.
     tokenizer: String,
     /// The branch, tag or commit in the hub.
     revision: Option<String>,
-    /// The value of `--chat-template`: a file or a name.
+    /// A file or a name.
     template_setting: Option<String>,
-    /// Whether the engine runs without a tokenizer.
     runs_without_tokenizer: bool,
     /// Whether the engine passes default values of its own to the template.
     has_template_defaults: bool,
 }
 
 impl TokenizerSource {
-    /// Reads the settings from `/server_info`. Returns `None` if it has no model path.
+    /// `None` if `/server_info` has no model path.
     #[must_use]
     pub fn from_info(info: &Value) -> Option<Self> {
         let text = |key: &str| info.get(key).and_then(Value::as_str).map(str::to_owned);
@@ -126,14 +110,12 @@ impl TokenizerSource {
         })
     }
 
-    /// Returns the model's folder on this host. `hub_cache` is the folder of the hub's cache.
     #[must_use]
     pub fn model_folder(&self, hub_cache: Option<&Path>) -> Option<PathBuf> {
         find_folder(&self.model, self.revision.as_deref(), hub_cache)
     }
 }
 
-/// Returns the folder of the Hugging Face hub's local cache, as the environment states it.
 #[must_use]
 pub fn hub_cache_folder() -> Option<PathBuf> {
     let path =
@@ -144,7 +126,6 @@ pub fn hub_cache_folder() -> Option<PathBuf> {
         .or_else(|| Some(path("HOME")?.join(".cache/huggingface/hub")))
 }
 
-/// Returns `name` if it is a folder, or else the folder of the model `name` in the hub's cache.
 fn find_folder(name: &str, revision: Option<&str>, hub_cache: Option<&Path>) -> Option<PathBuf> {
     let path = Path::new(name);
     if path.is_dir() {
@@ -158,44 +139,35 @@ fn find_folder(name: &str, revision: Option<&str>, hub_cache: Option<&Path>) -> 
     }
     let model_folder = hub_cache?.join(format!("models--{}", parts.join("--")));
     let revision = revision.unwrap_or("main");
-    // A branch or a tag has a file with its commit. Without such a file, the revision is a commit.
+    // A branch or a tag has a file with its commit. A commit has none.
     let commit_text = std::fs::read_to_string(model_folder.join("refs").join(revision));
     let commit = commit_text.unwrap_or_else(|_| revision.to_owned());
     Some(model_folder.join("snapshots").join(commit.trim())).filter(|snapshot| snapshot.is_dir())
 }
 
-/// The model's files on this host, and the hash of their contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundFiles {
-    /// The files by name, in the order in which they are sent and hashed.
+    /// The order is that of sending and hashing.
     files: Vec<(&'static str, FileContent)>,
-    /// The hash and the size of the files when they were found.
     identity: ModelFiles,
 }
 
-/// Where the contents of a file are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum FileContent {
     File(PathBuf),
-    /// The text of the chat template, which can be a part of a file.
+    /// The template can be a part of a file.
     Text(String),
 }
 
-/// How the engine builds a prompt from messages.
 #[derive(Debug, PartialEq, Eq)]
 enum Template {
-    /// With this chat template.
     Text(String),
-    /// In a way that no chat template describes. The reason is for an operator.
+    /// The reason is for an operator.
     Unsupported(&'static str),
 }
 
 impl FoundFiles {
-    /// Finds the files, and reads them all to compute their hash. May block for long. `hub_cache`
-    /// is the folder of the hub's cache.
-    ///
-    /// # Errors
-    /// When there is no readable tokenizer.
+    /// May block for long: reads all files for their hash.
     pub fn find(source: &TokenizerSource, hub_cache: Option<&Path>) -> Result<Self, Error> {
         if source.runs_without_tokenizer {
             return Err(Error::NoTokenizer);
@@ -218,26 +190,18 @@ impl FoundFiles {
         Ok(Self { files, identity })
     }
 
-    /// Returns the hash and the size of the files, as they were when they were found.
     #[must_use]
     pub fn identity(&self) -> ModelFiles {
         self.identity
     }
 
-    /// Reads the files in parts, and gives each part to `take_part`. Stops when `take_part` returns
-    /// false.
-    ///
-    /// # Errors
-    /// When a file can't be read, or the files have changed since they were found. Files that
-    /// were read only in part because `take_part` returned false count as changed.
+    /// Stops when `take_part` returns false. Files that were read only in part count as changed.
     pub fn read(&self, take_part: impl FnMut(ModelFilePart) -> bool) -> Result<(), Error> {
         let identity = read_files(&self.files, take_part)?;
         if identity == self.identity { Ok(()) } else { Err(Error::Changed) }
     }
 }
 
-/// Reads the files in parts, and gives each part to `take_part`, until `take_part` returns false.
-/// Returns the hash and the size of what was read.
 fn read_files(
     files: &[(&'static str, FileContent)],
     mut take_part: impl FnMut(ModelFilePart) -> bool,
@@ -274,8 +238,7 @@ fn read_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     move |source| Error::Read { path: path.to_owned(), source }
 }
 
-/// Finds the chat template as SGLang does: first in the engine's settings, then in the model's
-/// files.
+/// SGLang looks first in the engine's settings, then in the model's files.
 fn find_template(
     source: &TokenizerSource,
     tokenizer_folder: &Path,
@@ -288,7 +251,7 @@ fn find_template(
         let path = Path::new(setting);
         let is_jinja_file = path.extension().is_some_and(|extension| extension == "jinja");
         let text = read_small_file(path).filter(|_| is_jinja_file);
-        // The engine turns the two characters `\n` in such a file into a line break.
+        // The engine does this with the two characters `\n` in such a file.
         let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
         return text.map_or(
             Template::Unsupported("--chat-template is not a local .jinja file"),
@@ -309,7 +272,7 @@ fn find_template(
     model_template.map_or(Template::Unsupported("the model has no chat template"), Template::Text)
 }
 
-/// Whether SGLang builds prompts by its own code for the model with this lower-case path.
+/// `path` is in lower case.
 fn has_builtin_prompt(path: &str) -> bool {
     let mut words = path.split(|character: char| !character.is_alphanumeric() && character != '_');
     words.any(|word| word == BUILTIN_PROMPT_PATH_WORD)
@@ -318,8 +281,7 @@ fn has_builtin_prompt(path: &str) -> bool {
         })
 }
 
-/// Returns the `chat_template` of a config. If the config has a list of templates, returns the
-/// template with the name `default`.
+/// A config may have a list of templates, of which `default` counts.
 fn read_config_template(config: &Value) -> Option<String> {
     let text_or_list = config.get("chat_template")?;
     let default_of_list = || {
@@ -335,7 +297,6 @@ fn read_json(path: &Path) -> Option<Value> {
     serde_json::from_str(&read_small_file(path)?).ok()
 }
 
-/// Reads a text file that is smaller than [`TEMPLATE_BYTES_MAX`].
 fn read_small_file(path: &Path) -> Option<String> {
     let file = File::open(path).ok()?;
     let mut text = String::new();

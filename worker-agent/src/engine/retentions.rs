@@ -1,44 +1,30 @@
 //! Lists how an engine can't keep the KV of sessions, and why. Pure.
 //!
-//! A retention is a way to keep a session's KV between turns. Under some of the engine's flags a
-//! retention is impossible, and under others it is *unsafe*: a turn ends the engine, or sessions
-//! hold what nobody counts. `RULES` has one rule for each such combination of SGLang's version,
-//! its flags and a retention. A retention to which no rule applies is offered.
-//!
-//! `info` reads the flags from `/server_info`, [`second_pool_of`] looks at the model's config where
-//! the flags say too little, and the shim, Berth's part inside the engine, adds what only it knows.
-//! The owner task asks for the [`Offer`] again whenever one of these changes.
+//! Under some of the engine's flags a retention is impossible, under others *unsafe*: a turn ends
+//! the engine, or sessions hold what nobody counts. A retention to which none of the `RULES`
+//! applies is offered.
 
 use proto::load::{EngineRole, KvTransfer, Retention, RetentionOff};
 use serde_json::Value;
 
 use super::EngineInfo;
 
-/// The flags and facts on which rules depend, beside those that routers learn anyway.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CacheFlags {
-    /// Whether the radix cache is off, so that no KV outlives its request.
     pub is_radix_cache_off: bool,
-    /// Whether the hierarchical cache has a storage back end.
     pub storage: Storage,
-    /// What the engine keeps in a pool of its own beside the KV of all tokens.
     pub second_pool: Option<SecondPool>,
 }
 
-/// Whether an engine's hierarchical cache has a storage back end, to which it writes KV.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Storage {
-    /// It has none.
     #[default]
     Absent,
-    /// It has one.
     Present,
-    /// It has none, but an administrator may attach a back end while the engine runs, and
-    /// `/server_info` is not read again then.
+    /// An administrator may attach a back end while the engine runs, after `/server_info` was read.
     Attachable,
 }
 
-/// What an engine keeps in a pool beside that of the KV of all tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SecondPool {
     /// The KV of layers that see only the last tokens.
@@ -47,29 +33,26 @@ pub enum SecondPool {
     Recurrent,
 }
 
-/// What the shims of an engine process have said. A shim stays in the engine's process for good, so
-/// what it has said once still holds while its connection is down.
+/// What a shim has said holds for the engine's process, also while its connection is down.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ShimWord {
     /// Why turns of pinned sessions may reach the engine's storage; `None` if the shims of all
     /// ranks keep them from it.
     pub unguarded_reason: Option<String>,
-    /// What the engine has in a second pool. The outer `None`: no shim has said.
+    /// The outer `None`: no shim has said.
     pub second_pool: Option<Option<String>>,
 }
 
-/// The retentions of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
-    /// Those that are offered, the best way first. The last one is [`Retention::None`].
+    /// The best way first. The last one is [`Retention::None`].
     pub offered: Vec<Retention>,
-    /// The others, and why each is not offered.
     pub refused: Vec<RetentionOff>,
 }
 
-/// The `model_type` in the config of models with recurrent layers, as SGLang names them in
-/// `configs/hybrid_arch.py`. Of some of them `/server_info` says nothing: `uses_mamba_radix_cache`
-/// is false without a radix cache, and for models whose states the radix cache doesn't keep.
+/// The list follows SGLang's `configs/hybrid_arch.py`. Of some of these models `/server_info` says
+/// nothing: `uses_mamba_radix_cache` is false without a radix cache, and for models whose states
+/// the radix cache doesn't keep.
 const RECURRENT_MODEL_TYPES: [&str; 25] = [
     "bailing_hybrid",
     "bailing_moe_v3_vl",
@@ -97,24 +80,23 @@ const RECURRENT_MODEL_TYPES: [&str; 25] = [
     "qwen4_exp",
     "zaya",
 ];
-/// The kinds of recurrent layers in the list `layer_types` of a model's config.
+/// The values of `layer_types` in a model's config.
 const RECURRENT_LAYERS: [&str; 4] = ["mamba", "linear_attention", "recurrent", "conv"];
 
-/// A combination under which a retention is not offered.
 struct Rule {
     retention: Retention,
-    /// The first version of SGLang in which the combination is safe, if there is one.
+    /// The first version of SGLang in which the combination is safe.
     mended_in: Option<[u32; 3]>,
-    /// Returns the reason for an operator if the combination is there.
+    /// The reason is for an operator.
     reason: fn(&EngineInfo, &ShimWord) -> Option<String>,
 }
 
-/// The combinations. Of several that apply to a retention, the first gives the reason. The comments
-/// name the place in the source of SGLang 0.5.23, below `srt`, on which a rule rests.
+/// The first rule that applies gives the reason. The comments name places in SGLang 0.5.23, below
+/// `srt`.
 ///
 /// SGLang itself refuses to start with streaming sessions and LMCache
 /// (`arg_groups/kv_cache_hook.py:462`), sharded KV (`arg_groups/kv_shard_hook.py:151`), or another
-/// tree than its own (`mem_cache/registry.py:275`). These combinations need no rule.
+/// tree than its own (`mem_cache/registry.py:275`), so these need no rule.
 const RULES: &[Rule] = &[
     // The engine refuses to open such a session (`managers/tokenizer_control_mixin.py:1038`).
     Rule {
@@ -217,7 +199,6 @@ const RULES: &[Rule] = &[
 ];
 
 impl ShimWord {
-    /// Returns what is known of an engine whose shims have said nothing yet.
     #[must_use]
     pub fn none_yet() -> Self {
         Self { unguarded_reason: Some("no shim has connected".to_owned()), second_pool: None }
@@ -225,7 +206,6 @@ impl ShimWord {
 }
 
 impl SecondPool {
-    /// Returns the name of what the pool keeps, for an operator.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -235,7 +215,6 @@ impl SecondPool {
     }
 }
 
-/// Returns how the engine can keep the KV of sessions between turns.
 #[must_use]
 pub fn offer(info: &EngineInfo, shim: &ShimWord) -> Offer {
     let mut offer = Offer { offered: vec![], refused: vec![] };
@@ -248,8 +227,7 @@ pub fn offer(info: &EngineInfo, shim: &ShimWord) -> Offer {
     offer
 }
 
-/// Returns what a model's config says of a second pool. It says nothing of sliding windows, because
-/// the engine itself does.
+/// A config says nothing of sliding windows, because the engine itself does.
 #[must_use]
 pub fn second_pool_of(config: &Value) -> Option<SecondPool> {
     // The config of a multimodal model has that of its language model inside.
@@ -277,8 +255,7 @@ fn find_reason(
     rules.filter_map(|rule| (rule.reason)(info, shim)).next()
 }
 
-/// Reads the three numbers of a version, such as `0.5.23` or `0.6.0.post1`. A release candidate
-/// counts as an older version.
+/// A release candidate counts as an older version.
 fn read_version(version: &str) -> Option<[u32; 3]> {
     let mut parts = version.split('.');
     let mut part = || parts.next()?.parse::<u32>().ok();
@@ -291,7 +268,6 @@ fn missing(retention: Retention) -> String {
 
 #[cfg(test)]
 impl EngineInfo {
-    /// Returns the description of an engine with all flags that Berth profits from.
     pub(crate) fn example(instance: &str) -> Self {
         let facts = proto::load::EngineFacts {
             version: "0.5.23".into(),

@@ -1,65 +1,54 @@
 //! Detects a silent engine: its process runs, but it has said nothing for too long.
 //!
 //! A hung scheduler is not visible over HTTP, because another process of the engine answers
-//! `/v1/loads` from the scheduler's newest snapshot. So the detector watches two kinds of signs:
-//! - the engine's HTTP server answers;
-//! - each data parallel rank's scheduler takes a new snapshot, or its shim (Berth's part in the
-//!   scheduler's process) sends something. The shim sends at least a heartbeat each second.
+//! `/v1/loads` from the scheduler's newest snapshot. So two kinds of signs are watched: the HTTP
+//! server answers; each DP rank's scheduler takes a new snapshot, or its shim sends something, at
+//! least a heartbeat each second. An answer to a turn that goes on or ends is a sign of both, but
+//! only a count without a time.
 //!
-//! An answer to a turn that goes on or ends is a sign of both. Such signs have no time of their
-//! own, only a count, so the detector looks at the counts more often than a sign may be missing.
-//!
-//! A scheduler says nothing during a step, so a long prefill is allowed for: the caller estimates
-//! how long it takes. A paused engine takes no snapshots, but it is not silent: it says that it is
-//! paused. The detector does no I/O and reads no clock: each sign has its own time.
+//! A scheduler says nothing during a step, so a long prefill is allowed for. A paused engine takes
+//! no snapshots, but it is not silent: it says that it is paused. No I/O, no clock: each sign has
+//! its own time.
 
 use std::time::{Duration, Instant};
 
 use super::LoadSample;
 
-/// How often turns' answers are looked at, at least, while no other sign comes: this many times in
-/// the time after which the engine is silent. A sign in an answer counts as new at the next look.
+/// While no other sign comes, answers are looked at this many times until the engine is silent. A
+/// sign in an answer counts as new at the next look.
 const LOOKS_MIN: u32 = 4;
 
-/// Watches the signs of one engine process.
 #[derive(Debug)]
 pub struct SilenceDetector {
     silent_max: Duration,
-    /// When the HTTP server answered last. `None` while no process is known.
+    /// `None` while no process is known.
     answered_at: Option<Instant>,
-    /// By data parallel rank.
     ranks: Vec<RankSigns>,
-    /// Why the engine is silent; `None` while it speaks.
     reason: Option<String>,
-    /// No sign is missing before this time, and answers are looked at again then. `None` while the
-    /// engine is silent, or unknown.
+    /// No sign is missing before this time. `None` while the engine is silent, or unknown.
     next_check: Option<Instant>,
 }
 
-/// The signs of one rank's scheduler.
 #[derive(Debug, Clone, Copy)]
 struct RankSigns {
-    /// The time that its newest snapshot has, by the engine's clock.
+    /// A time of the engine's clock.
     snapshot_us: Option<u64>,
-    /// When the newest sign came.
     spoke_at: Instant,
-    /// The count of signs in turns' answers at the last look.
+    /// The count at the last look.
     answer_signs: u64,
 }
 
 impl SilenceDetector {
-    /// Returns a detector of an engine that is not known yet.
     #[must_use]
     pub fn new(silent_max: Duration) -> Self {
         Self { silent_max, answered_at: None, ranks: vec![], reason: None, next_check: None }
     }
 
-    /// Forgets all signs: the engine is down, or another process answers.
+    /// Called when the engine is down, or another process answers.
     pub fn reset(&mut self) {
         *self = Self::new(self.silent_max);
     }
 
-    /// Takes a load sample.
     pub fn record_sample(&mut self, sample: &LoadSample) {
         self.answered_at = Some(sample.at);
         self.ranks.truncate(sample.ranks.len());
@@ -84,7 +73,6 @@ impl SilenceDetector {
         self.schedule(sample.at);
     }
 
-    /// Looks at the counts of signs in turns' answers. `count` returns that of a rank.
     pub fn record_answers(&mut self, at: Instant, count: impl Fn(u32) -> u64) {
         for (dp_rank, signs) in (0..).zip(&mut self.ranks) {
             let answer_signs = count(dp_rank);
@@ -95,7 +83,7 @@ impl SilenceDetector {
         }
     }
 
-    /// Notes that the shim of a rank has sent something that its scheduler's thread made.
+    /// Only what the scheduler's thread made is a sign.
     pub fn record_shim(&mut self, dp_rank: u32, at: Instant) {
         if let Some(signs) = self.ranks.get_mut(dp_rank as usize) {
             signs.spoke_at = signs.spoke_at.max(at);
@@ -103,8 +91,8 @@ impl SilenceDetector {
         self.schedule(at);
     }
 
-    /// Checks the signs. `prefill_time` returns how long a rank's scheduler may be in a step that
-    /// began at a time. Returns true if the engine has become silent, or speaks again.
+    /// `prefill_time` estimates how long a rank's scheduler is in a step that began at a time.
+    /// Returns true if the engine has become silent, or speaks again.
     pub fn check(&mut self, now: Instant, prefill_time: impl Fn(u32, Instant) -> Duration) -> bool {
         let Some(answered_at) = self.answered_at else { return false };
         if self.next_check.is_some_and(|next| now < next) {
@@ -131,19 +119,16 @@ impl SilenceDetector {
         self.set_reason(reason)
     }
 
-    /// Returns why the engine is silent; `None` while it speaks.
     #[must_use]
     pub fn reason(&self) -> Option<&String> {
         self.reason.as_ref()
     }
 
-    /// Returns when [`Self::check`] must be called next, if no sign comes before.
     #[must_use]
     pub fn next_check(&self) -> Option<Instant> {
         self.next_check
     }
 
-    /// Computes from the signs when one of them is missing. `now` is the time of the newest one.
     fn schedule(&mut self, now: Instant) {
         let signs = self.ranks.iter().map(|signs| signs.spoke_at).chain(self.answered_at);
         let missing_at = signs.min().map(|oldest| oldest + self.silent_max);
@@ -151,8 +136,7 @@ impl SilenceDetector {
         self.next_check = missing_at.map(|missing_at| missing_at.min(next_look));
     }
 
-    /// Sets the reason, and returns whether the engine has become silent or speaks again. While it
-    /// stays silent, the first reason stays too.
+    /// While the engine stays silent, the first reason stays too.
     fn set_reason(&mut self, reason: Option<String>) -> bool {
         let has_changed = self.reason.is_some() != reason.is_some();
         if has_changed {

@@ -1,19 +1,15 @@
 //! Detects a stalled engine: requests of a data parallel rank wait, and the rank runs none.
 //!
-//! A stall happens for example when sessions that the agent didn't open hold all of a rank's KV.
-//! The owner task gives [`StallDetector`] each load sample that the agent reads from the engine,
-//! and gets a text for the operator if a rank is stalled. The detector changes nothing at the
-//! engine. It does no I/O and reads no clock: a sample has its own time.
+//! For example, sessions that the agent didn't open hold all of a rank's KV. No I/O, no clock: a
+//! sample has its own time.
 
 use std::time::{Duration, Instant};
 
 use super::{LoadSample, RankSample};
 
-/// Watches the load samples of one engine.
 #[derive(Debug, Default)]
 pub struct StallDetector {
-    /// By data parallel rank: the standstill that the last sample showed; `None` for a rank that
-    /// makes progress or has nothing to do.
+    /// `None` for a rank that makes progress or has nothing to do.
     standstills: Vec<Option<Standstill>>,
 }
 
@@ -21,13 +17,11 @@ pub struct StallDetector {
 #[derive(Debug, Clone, Copy)]
 struct Standstill {
     since: Instant,
-    /// The rank's counter of prefilled tokens, which doesn't change during the standstill.
     prefilled_tokens: u64,
 }
 
 impl StallDetector {
-    /// Takes a load sample. If a rank has made no progress for `stall_max` or longer, returns a
-    /// text about it for an operator.
+    /// The text is for an operator.
     pub fn check_sample(&mut self, sample: &LoadSample, stall_max: Duration) -> Option<String> {
         self.standstills.resize(sample.ranks.len(), None);
         let mut stall_text = None;

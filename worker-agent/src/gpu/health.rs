@@ -1,9 +1,6 @@
 //! Decides whether a board can be used, from its readings and its XIDs. Pure.
 //!
-//! A *board* is a whole GPU. An *XID* is the driver's number for a GPU error. The module `tracker`
-//! keeps one [`BoardHealth`] per board and passes it each reading and each XID of the board. The
-//! result is a sentence for operators ([`BoardHealth::reason`]). What follows for the engine is
-//! decided in `tracker`. A board can't be used while one of these causes lasts:
+//! A board can't be used while one of these causes lasts:
 //!
 //! | cause | lasts until |
 //! |---|---|
@@ -23,26 +20,20 @@ use super::{
     xid,
 };
 
-/// The health of one board.
 #[derive(Debug, Default)]
 pub struct BoardHealth {
-    /// Why calls to the board fail. `None` if they succeed.
+    /// `None` if calls succeed.
     board_fault: Option<BoardFault>,
-    /// The recovery action that the driver asks for. `None` if the driver has never said whether it
-    /// asks for one.
+    /// `None` if the driver has never said.
     recovery_action: Option<RecoveryAction>,
-    /// Whether the driver sets its older flag for a reset.
     needs_reset: bool,
-    /// Whether memory rows could not be replaced.
     has_failed_rows: bool,
-    /// The fatal XIDs since the last reset. Bounded by the number of XIDs that [`xid::fatal_xid`]
-    /// knows.
+    /// A reset clears it. Bounded by the number of XIDs that [`xid::fatal_xid`] knows.
     fatal_xids: BTreeSet<u64>,
 }
 
 impl BoardHealth {
-    /// Updates the health from a reading of the whole board. A value that the reading lacks keeps
-    /// its last state.
+    /// A value that the reading lacks keeps its last state.
     pub fn take_reading(&mut self, reading: &Reading) {
         let is_back_after_reset = self.update_board_fault(reading);
         self.has_failed_rows = reading.remapped_rows.has_failed.unwrap_or(self.has_failed_rows);
@@ -58,8 +49,7 @@ impl BoardHealth {
         self.check_in_debug();
     }
 
-    /// Updates `board_fault`. Returns whether the board answers again after a fault that only a
-    /// reset ends.
+    /// Returns whether the board answers again after a fault that only a reset ends.
     fn update_board_fault(&mut self, reading: &Reading) -> bool {
         let fault_before = self.board_fault;
         let is_silent = !reading.is_answered();
@@ -79,7 +69,7 @@ impl BoardHealth {
         needed_reset_before && self.board_fault.is_none()
     }
 
-    /// Records an XID of the board if the XID is fatal.
+    /// Ignores XIDs that aren't fatal.
     pub fn add_xid(&mut self, number: u64) {
         if xid::fatal_xid(number).is_some() {
             self.fatal_xids.insert(number);
@@ -87,14 +77,12 @@ impl BoardHealth {
         self.check_in_debug();
     }
 
-    /// Whether calls to the board fail, so that NVML should be reloaded.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.board_fault.is_some()
     }
 
-    /// Returns the gravest reason why the board can't be used, and what to do. `None` if the board
-    /// can be used.
+    /// The gravest reason why the board can't be used, and what to do.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
         let text = |reason: &str| Some(reason.to_owned());
@@ -134,8 +122,7 @@ impl BoardHealth {
         if self.has_failed_rows {
             return text("memory rows could not be replaced: replace the GPU");
         }
-        // A recovery action is more specific than the older flag. If the driver reports recovery
-        // actions, the flag doesn't count.
+        // A recovery action is more specific than the older flag.
         if self.needs_reset && !driver_reports_recovery {
             return text("the driver asks for a reset of the GPU");
         }
@@ -143,10 +130,6 @@ impl BoardHealth {
         text("NVML can't reach it: look for the cause in the kernel's log, and reset the GPU")
     }
 
-    /// Checks the invariants.
-    ///
-    /// # Panics
-    /// When a kept XID is not fatal.
     pub fn check_invariants(&self) {
         assert!(
             self.fatal_xids.iter().all(|&number| xid::fatal_xid(number).is_some()),

@@ -1,34 +1,22 @@
 //! Converts a rank's KV pool figures from tokens to bytes, for each device's load report. Pure.
-//!
-//! A *rank* is one data-parallel rank of the engine. It runs on one or more devices, which are GPUs
-//! or MIG slices of GPUs. The agent's `ledger` calls [`Pool::fill_device`] for each of them when it
-//! makes a load report. The ledger knows the pool's size, and asks `tracker` which devices hold the
-//! pool. This module reads no GPU.
 
 use proto::load::{Device, Figure, RankLoad, Source};
 
-/// A rank's KV pool on one of its devices. With tensor parallelism, each device holds an equal
-/// share of the KV of each token.
+/// With tensor parallelism, each device holds an equal share of the KV of each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pool {
-    /// Bytes of the pool on this device.
     pub bytes: u64,
-    /// Tokens of the whole pool.
     pub tokens: u64,
-    /// Where the figure `bytes` comes from.
     pub source: Source,
 }
 
 impl Pool {
-    /// Converts a figure in tokens to bytes on the device, with the same source and age. `None` if
-    /// the pool has no tokens.
     fn bytes_for(&self, tokens: Figure) -> Option<Figure> {
         let bytes = u128::from(self.bytes) * u128::from(tokens.value.min(self.tokens));
         let bytes = bytes.checked_div(u128::from(self.tokens))?;
         Some(Figure { value: u64::try_from(bytes).ok()?, ..tokens })
     }
 
-    /// Sets the four KV figures of `device`, in bytes, from the rank's figures in tokens.
     pub fn fill_device(&self, load: &RankLoad, device: &mut Device) {
         let in_bytes = |tokens: Option<Figure>| tokens.and_then(|tokens| self.bytes_for(tokens));
         let used_tokens = load.pool_available_tokens.map(|available| Figure {

@@ -1,20 +1,11 @@
 //! Calls NVML through its safe wrapper: lists the devices, reads them, and follows their XIDs.
 //!
-//! An *XID* is the driver's number for a GPU error. A *board* is a whole GPU, a *slice* is a part
-//! of a board that MIG has divided, and a *device* is either of them.
+//! A call that is missing, refused or failing leaves its value absent from the reading. A call that
+//! a device doesn't support isn't made again until NVML is reloaded.
 //!
-//! `listing` finds the devices, and `board` reads one of them. Only the GPU thread in `gpu.rs`
-//! calls this module. What the values mean for the engine is decided in `tracker` and `health`.
-//!
-//! The library may lack a call, and a call may be refused or fail. Its value is then absent from
-//! the reading. A call that a device doesn't support isn't made again until NVML is reloaded.
-//!
-//! The wrapper has no safe calls for the following values, which are therefore absent:
-//!
-//! - NVLink's byte counters. [`Gpm`] has bytes per second instead.
-//! - Events other than XIDs. A changed recovery action, for example, appears in the next reading.
-//! - The slice that an XID belongs to, and the counters of a single slice.
-//! - Protected memory under confidential computing.
+//! The wrapper has no safe calls for NVLink's byte counters ([`Gpm`] has bytes per second instead),
+//! events other than XIDs (a changed recovery action appears in the next reading), the slice of an
+//! XID, the counters of a single slice, and protected memory under confidential computing.
 
 mod board;
 mod listing;
@@ -41,29 +32,24 @@ use super::reading::{BoardFault, Gpm, Identity, Reading};
 
 pub(super) use self::{board::DeviceReader, listing::list_devices};
 
-/// The longest single wait for an event. After each wait, the thread checks whether it should stop.
+/// After each wait, the thread checks whether it should stop.
 const EVENT_WAIT_MAX: Duration = Duration::from_millis(500);
-/// The number that NVML gives for an XID that it doesn't know.
+/// NVML's number for an XID that it doesn't know.
 const XID_UNKNOWN: u64 = 999;
 
-/// Loads the driver's NVML library, or the one at `path`.
-///
-/// # Errors
-/// When there is no library, or the driver isn't running.
+/// Without `path`, loads the driver's library.
 pub(super) fn load(path: Option<&Path>) -> Result<Nvml, NvmlError> {
     // The name without a version exists only if a development package is installed.
     let path = path.unwrap_or(Path::new("libnvidia-ml.so.1"));
     Nvml::builder().lib_path(path.as_os_str()).init()
 }
 
-/// Whether loading NVML may succeed later: the library is there, and only the driver doesn't
-/// answer yet.
+/// The library may be there while the driver doesn't answer yet.
 pub(super) fn may_load_later(error: &NvmlError) -> bool {
     !matches!(error, NvmlError::LibloadingError(_) | NvmlError::FailedToLoadSymbol(_))
 }
 
-/// Returns the fault of a board for which NVML gives no handle. `None` if the agent has no right
-/// to use the board, as in a container that was given other GPUs.
+/// `None` if the agent has no right to the board, as in a container that was given other GPUs.
 fn fault_without_handle(error: &NvmlError) -> Option<BoardFault> {
     match error {
         NvmlError::NoPermission => None,
@@ -71,7 +57,6 @@ fn fault_without_handle(error: &NvmlError) -> Option<BoardFault> {
     }
 }
 
-/// Returns the board fault that an error reports. `None` if only the call has failed.
 fn board_fault(error: &NvmlError) -> Option<BoardFault> {
     match error {
         NvmlError::GpuLost => Some(BoardFault::Lost),
@@ -80,25 +65,18 @@ fn board_fault(error: &NvmlError) -> Option<BoardFault> {
     }
 }
 
-/// An event for the GPU thread.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum GpuEvent {
-    /// An XID of a board.
     Xid {
-        /// The board's UUID.
         board_uuid: String,
         /// The XID's number.
         number: u64,
     },
-    /// Something else has changed, so the thread takes a reading now.
     ReadNow,
 }
 
-/// Sends a board's XIDs to `events` until `stop` is set. `nvml_index` is the board's index.
-/// The index is valid while NVML stays loaded.
-///
-/// Each board has a thread of its own, because a wait blocks. With one thread for all boards, an
-/// event of a lost board could not be attributed, because NVML can't name a lost board any more.
+/// `nvml_index` is valid while NVML stays loaded. Each board has a thread of its own, because a
+/// wait blocks, and NVML can't name a lost board any more: its events could not be attributed.
 pub(super) fn follow_events(
     nvml: &Nvml,
     board_uuid: &str,
@@ -130,7 +108,6 @@ pub(super) fn follow_events(
     }
 }
 
-/// Subscribes to a board's XIDs.
 fn subscribe_to_xids(
     nvml: &Nvml,
     nvml_index: u32,
@@ -139,8 +116,7 @@ fn subscribe_to_xids(
     nvml.device_by_index(nvml_index)?.register_events(EventTypes::CRITICAL_XID_ERROR, event_set)
 }
 
-/// Sends an event. While the queue is full, waits, so that no XID is dropped. The GPU thread
-/// normally empties the queue at least once a second.
+/// Waits while the queue is full, so that no XID is dropped.
 fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
     while let Err(TrySendError::Full(unsent)) = events.try_send(event) {
         if stop.load(Ordering::Relaxed) {
@@ -151,7 +127,6 @@ fn send(events: &SyncSender<GpuEvent>, mut event: GpuEvent, stop: &AtomicBool) {
     }
 }
 
-/// Sleeps for a second, or until `stop` is set.
 fn pause_for_a_second(stop: &AtomicBool) {
     for _ in 0..10 {
         if !stop.load(Ordering::Relaxed) {
@@ -160,5 +135,4 @@ fn pause_for_a_second(stop: &AtomicBool) {
     }
 }
 
-/// The names of the calls that a device doesn't support, which aren't made again.
 type UnsupportedCalls = BTreeSet<&'static str>;

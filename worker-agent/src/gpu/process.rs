@@ -1,16 +1,12 @@
 //! Finds the engine's processes in `/proc`, so that the agent can tell which GPUs they use.
 //!
 //! An engine has one *scheduler* process per GPU. All of them have the same parent, and SGLang puts
-//! the ranks of each scheduler into its process title. The *shim*, which is the agent's part inside
-//! the engine, runs in some schedulers and reports their pids. The search starts from these
-//! processes and adds the schedulers with the same parent.
+//! the ranks of each scheduler into its process title. Shims run in some schedulers and report
+//! their pids: the search starts from these and adds the schedulers with the same parent.
 //!
-//! The GPU thread in `gpu.rs` calls [`ProcessFinder::engine_processes`] at each reading. Which of
-//! the processes use which GPU is not known here; `tracker` compares the pids with NVML's.
-//!
-//! The kernel may give the pid of an ended process to a new process, so a process is identified by
-//! its pid and its start time. A scheduler in another pid namespace (a container) is found by its
-//! pid in that namespace, if exactly one scheduler has that pid.
+//! The kernel may give the pid of an ended process to a new one, so a process is identified by its
+//! pid and its start time. A scheduler in another pid namespace (a container) is found by its pid
+//! in that namespace, if exactly one scheduler has that pid.
 
 use std::{
     fs,
@@ -18,64 +14,49 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The start of the process titles that SGLang gives to schedulers.
 const SCHEDULER_TITLE: &str = "sglang::scheduler";
-/// The machine's initial pid namespace, as `/proc/self/ns/pid` names it on every Linux. In this
-/// namespace, the pids that NVML reports are always valid.
+/// This is the machine's initial pid namespace on every Linux. In it, NVML's pids are always valid.
 const INITIAL_NAMESPACE: &str = "pid:[4026531836]";
-/// The time between two searches of `/proc`. A search takes about 10 µs per process, and an
-/// engine's processes don't change while it runs.
+/// A search takes about 10 µs per process, and an engine's processes don't change while it runs.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
-/// A rank's scheduler process, as its shim reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scheduler {
-    /// The data parallel rank.
     pub dp_rank: u32,
     /// The pid in the agent's namespace, as the kernel reports it for the shim's connection. `None`
-    /// if the process isn't visible in that namespace.
+    /// if the process isn't visible there.
     pub pid: Option<u32>,
-    /// The pid in the scheduler's own namespace, as its shim reports it.
     pub pid_in_own_namespace: u32,
-    /// The device of the scheduler's KV pool, as its shim reports it: the UUID without NVML's
-    /// prefix, or torch's device type.
+    /// The device of the KV pool: the UUID without NVML's prefix, or torch's device type.
     pub device: String,
 }
 
-/// A process of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineProcess {
     /// The pid in the agent's namespace.
     pub pid: u32,
-    /// The data parallel rank that the process works for, if known.
     pub dp_rank: Option<u32>,
-    /// The process's start time, in clock ticks since the machine's start.
+    /// Clock ticks since the machine's start.
     pub start_ticks: u64,
 }
 
-/// Finds the engine's processes in `/proc`, and remembers the last result.
 #[derive(Debug)]
 pub struct ProcessFinder {
-    /// The path of the process file system, `/proc`.
     proc_path: PathBuf,
-    /// The schedulers at the last call of [`Self::engine_processes`].
     schedulers: Vec<Scheduler>,
-    /// The result of the last search, without processes that have ended since.
+    /// Lacks processes that have ended since the search.
     found: Vec<EngineProcess>,
-    /// When `/proc` was last searched for `schedulers`. `None` if it wasn't.
     searched_at: Option<Instant>,
 }
 
 impl ProcessFinder {
-    /// Creates a finder without a result, for the process file system at `proc_path`.
     #[must_use]
     pub fn new(proc_path: PathBuf) -> Self {
         Self { proc_path, schedulers: vec![], found: vec![], searched_at: None }
     }
 
-    /// Returns the engine's current processes, and whether `schedulers` differ from those of the
-    /// last call. Searches `/proc` only if they differ, if a known process has ended, or if
-    /// `SEARCH_INTERVAL` has passed.
+    /// Also returns whether `schedulers` differ from those of the last call. Searches `/proc` only
+    /// if they differ, a known process has ended, or `SEARCH_INTERVAL` has passed.
     pub fn engine_processes(
         &mut self,
         now: Instant,
@@ -98,37 +79,33 @@ impl ProcessFinder {
         (&self.found, has_new_schedulers)
     }
 
-    /// Whether the driver reports `pids` as pids of the agent's pid namespace.
-    ///
-    /// If the agent runs in the machine's initial namespace, the driver always does. If the agent
-    /// runs in another namespace, older drivers still report pids of the initial namespace. Newer
-    /// drivers translate the pids and list only processes of the agent's namespace, so each pid
-    /// exists in `/proc`.
+    /// Whether the driver reports `pids` as pids of the agent's namespace. In the machine's initial
+    /// namespace, it always does. In another one, older drivers still report pids of the initial
+    /// namespace. Newer drivers translate them and list only processes of the agent's namespace, so
+    /// each pid exists in `/proc`.
     pub fn are_in_agent_namespace(&self, mut pids: impl Iterator<Item = u32>) -> bool {
         let namespace = fs::read_link(self.proc_path.join("self/ns/pid"));
         let is_initial = namespace.is_ok_and(|name| name.as_os_str() == INITIAL_NAMESPACE);
         is_initial || pids.all(|pid| pid == 0 || self.proc_path.join(pid.to_string()).exists())
     }
 
-    /// Whether the process still runs: its pid exists and has not gone to another process.
+    /// The pid may have gone to another process.
     fn is_alive(&self, process: &EngineProcess) -> bool {
         self.read_stat(process.pid).is_some_and(|stat| stat.start_ticks == process.start_ticks)
     }
 
-    /// Searches `/proc` for the engine's processes.
     fn search(&self) -> Vec<EngineProcess> {
         let candidates: Vec<Candidate> =
             self.all_pids().filter_map(|pid| self.read_candidate(pid)).collect();
         find_engine_processes(&candidates, &self.schedulers)
     }
 
-    /// Iterates over the pids of all processes of the machine that the agent can see.
     fn all_pids(&self) -> impl Iterator<Item = u32> {
         let entries = fs::read_dir(&self.proc_path).into_iter().flatten();
         entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
     }
 
-    /// Reads a process. `None` if it is gone, or if it can't belong to the engine.
+    /// `None` if the process is gone, or can't belong to the engine.
     fn read_candidate(&self, pid: u32) -> Option<Candidate> {
         let stat = self.read_stat(pid)?;
         let title =
@@ -156,29 +133,23 @@ impl ProcessFinder {
     }
 }
 
-/// A process that may belong to the engine, as read from `/proc`.
 #[derive(Debug, Clone)]
 struct Candidate {
-    /// The pid in the agent's namespace.
     pid: u32,
     stat: ProcessStat,
-    /// The process title, if it is that of a scheduler. A process with a shim may have another
-    /// title.
+    /// Set only for a scheduler's title. A process with a shim may have another one.
     title: Option<String>,
-    /// The pid in the namespace of the process itself; `None` if unreadable.
+    /// `None` if unreadable.
     pid_in_own_namespace: Option<u32>,
 }
 
-/// The two values that are read from `/proc/<pid>/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ProcessStat {
-    /// The parent's pid.
     parent_pid: u32,
-    /// See [`EngineProcess::start_ticks`].
     start_ticks: u64,
 }
 
-/// Returns the processes of `schedulers`, and all schedulers with the same parent as one of them.
+/// Adds all schedulers with the same parent as one of `schedulers`.
 fn find_engine_processes(candidates: &[Candidate], schedulers: &[Scheduler]) -> Vec<EngineProcess> {
     let with_shim: Vec<(&Candidate, u32)> = schedulers
         .iter()
@@ -189,8 +160,8 @@ fn find_engine_processes(candidates: &[Candidate], schedulers: &[Scheduler]) -> 
         _ => None,
     };
     let is_sibling = |process: &Candidate| {
-        // If the schedulers' parent has ended, their new parent is init (pid 1). Schedulers of
-        // other engines may have that parent too, so it doesn't show a common engine.
+        // After the end of the schedulers' parent, their parent is init (pid 1). Schedulers of
+        // other engines may have it too, so it doesn't show a common engine.
         let parent_pid = process.stat.parent_pid;
         process.title.is_some()
             && parent_pid > 1
@@ -212,22 +183,20 @@ fn find_engine_processes(candidates: &[Candidate], schedulers: &[Scheduler]) -> 
     found
 }
 
-/// Finds a scheduler's process by its pid in the agent's namespace. If that pid is unknown, finds
-/// the process by its pid in its own namespace, provided that exactly one scheduler has that pid.
+/// The pid in its own namespace counts only if exactly one scheduler has it.
 fn find_scheduler<'a>(candidates: &'a [Candidate], scheduler: &Scheduler) -> Option<&'a Candidate> {
     if let Some(pid) = scheduler.pid {
         return candidates.iter().find(|process| process.pid == pid);
     }
     let mut matches = candidates.iter().filter(|process| {
-        // Equal pids mean that the process is in the agent's namespace, not in another.
+        // Equal pids mean that the process is in the agent's namespace.
         let foreign_pid = process.pid_in_own_namespace.filter(|&pid| pid != process.pid);
         process.title.is_some() && foreign_pid == Some(scheduler.pid_in_own_namespace)
     });
     matches.next().filter(|_| matches.next().is_none())
 }
 
-/// Parses the DP rank of a title such as `sglang::scheduler_DP1_TP0`. A rank called `MOE_DP` is a
-/// rank of experts and doesn't count.
+/// `sglang::scheduler_DP1_TP0` is of rank 1. `MOE_DP` is a rank of experts and doesn't count.
 fn parse_rank(title: &str) -> Option<u32> {
     let title = title.split('\0').next()?;
     let parts: Vec<&str> = title.split('_').collect();
@@ -236,21 +205,18 @@ fn parse_rank(title: &str) -> Option<u32> {
     parts[index].trim_start_matches("DP").parse().ok()
 }
 
-/// Parses `/proc/<pid>/stat`. The process's name is in parentheses and may contain any character,
-/// so the fields are counted from the last closing parenthesis.
+/// The name in parentheses may contain any character, so fields count from the last parenthesis.
 fn parse_stat(text: &str) -> Option<ProcessStat> {
     let (_, after_name) = text.rsplit_once(')')?;
     let fields: Vec<&str> = after_name.split_whitespace().collect();
-    // In the file, the parent is the 4th field and the start time the 22nd. The first two fields
-    // are not in `fields`.
+    // The parent is the file's 4th field, the start time the 22nd; `fields` lacks the first two.
     Some(ProcessStat {
         parent_pid: fields.get(1)?.parse().ok()?,
         start_ticks: fields.get(19)?.parse().ok()?,
     })
 }
 
-/// Parses `/proc/<pid>/status` and returns the process's pid in its own namespace: the last pid in
-/// the line `NSpid`. The first pid of that line is the pid in the reader's namespace.
+/// The last pid in the line `NSpid`; the first one is in the reader's namespace.
 fn parse_pid_in_own_namespace(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     line.split_whitespace().last()?.parse().ok()

@@ -1,19 +1,13 @@
 //! Determines which of the machine's devices are the engine's. Pure.
 //!
-//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. The engine's
-//! devices are those that the setting `devices` names. Without the setting, they are those that the
-//! engine's processes run on. If these are unknown, they are those that the engine's shims name,
-//! and without shims the machine's only device. If there are several devices, any of them may be
-//! the engine's ([`Basis::Unknown`]).
-//!
-//! The module `tracker` calls [`Selection::pick`] with each reading, and tells it which devices the
-//! processes use and the shims name. This module neither reads devices nor looks for processes.
+//! They are those that the setting `devices` names. Without it, those that the engine's processes
+//! run on. If these are unknown, those that the engine's shims name, and without shims the
+//! machine's only device. Of several devices, any may then be the engine's ([`Basis::Unknown`]).
 
 use super::reading::Identity;
 use crate::config::selector::Selector;
 
-/// Whether an entry of the setting `devices` matches a device. The UUID of a slice matches only the
-/// slice. An entry that names a GPU also matches all slices of the GPU.
+/// An entry that names a GPU also matches all its slices.
 fn selector_matches(selector: &Selector, identity: &Identity) -> bool {
     match selector {
         Selector::Uuid(uuid) => *uuid == identity.uuid || *uuid == identity.board_uuid(),
@@ -25,37 +19,29 @@ fn selector_matches(selector: &Selector, identity: &Identity) -> bool {
     }
 }
 
-/// The basis of a selection: how the engine's devices were determined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Basis {
-    /// The setting `devices` names them.
     Configured,
-    /// Processes of the engine have contexts on them.
+    /// Processes of the engine have contexts on the devices.
     Processes,
-    /// The engine's shims name them as those of the KV pools. With tensor parallelism, the engine
-    /// runs on others too, which no shim names.
+    /// The shims name the devices of the KV pools. With tensor parallelism, the engine runs on
+    /// others too.
     Shim,
-    /// There is only one device.
     Only,
-    /// The engine's devices are unknown. The engine may run on any of the machine's devices.
+    /// The engine may run on any of the machine's devices.
     Unknown,
 }
 
-/// Picks the engine's devices, and remembers them for readings that show no processes.
+/// Remembers devices for readings that show no processes.
 #[derive(Debug, Default)]
 pub struct Selection {
-    /// The UUIDs of the devices on which the engine's processes were last seen.
     last_used_uuids: Vec<String>,
 }
 
 impl Selection {
-    /// Returns the engine's devices as indices into `devices`, and how they were determined.
-    ///
-    /// `configured` is the setting `devices`. `runs_on` takes an index into `devices`, and returns
-    /// whether a process of the engine has a context on that device. It returns `None` if the
-    /// device reports no list of processes, as a lost device does. Then the device's last known
-    /// state counts. If no process is seen on any device, the last picked devices count.
-    /// `is_named` takes an index too, and returns whether a shim names the device.
+    /// Returns indices into `devices`. `runs_on` returns `None` if the device reports no list of
+    /// processes, as a lost device does. Then the device's last known state counts. If no process
+    /// is seen on any device, the last picked devices count.
     pub fn pick(
         &mut self,
         configured: &[Selector],
@@ -91,13 +77,12 @@ impl Selection {
         (if usable.len() == 1 { Basis::Only } else { Basis::Unknown }, usable)
     }
 
-    /// Forgets the devices of the engine's last processes. Call this when the engine has new ones.
+    /// Called when the engine has new processes.
     pub fn forget(&mut self) {
         self.last_used_uuids.clear();
     }
 }
 
-/// Returns the entries of the setting `devices` that match no device.
 #[must_use]
 pub fn unmatched_selectors<'a>(
     configured: &'a [Selector],

@@ -1,14 +1,6 @@
 //! Keeps the state of the machine's GPUs and makes snapshots for reports and metrics. Pure.
 //!
-//! A *board* is a whole GPU, a *slice* is a part of a board that MIG has divided, and a *device* is
-//! either of them. An *XID* is the driver's number for a GPU error. The *engine* is the one beside
-//! this agent, with all its data-parallel (DP) ranks.
-//!
-//! The GPU thread in `gpu.rs` passes readings, XIDs and the engine's processes to [`GpuTracker`]. A
-//! [`Snapshot`] has the newest readings, the health and the error counts, and says which devices
-//! are the engine's. The agent's `ledger` takes the devices of a load report from the snapshot, and
-//! `metrics` exports the snapshot. This module calls no NVML. It leaves the judgment of a board to
-//! `health`, and the choice of the engine's devices to `select`.
+//! This module calls no NVML. `health` judges boards, and `select` picks the engine's devices.
 
 use std::{
     collections::BTreeMap,
@@ -25,89 +17,67 @@ use super::{
 };
 use crate::config::selector::Selector;
 
-/// The maximum number of different XIDs counted per board. About 170 exist.
+/// About 170 different XIDs exist.
 const XIDS_MAX: usize = 256;
 
-/// The state of all devices at one moment.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// When the devices were read.
     pub read_at: Instant,
-    /// Every device that NVML lists: each GPU, followed by its MIG slices.
+    /// Each GPU, followed by its MIG slices.
     pub devices: Vec<DeviceState>,
-    /// How the engine's devices were determined.
     pub basis: Basis,
-    /// Why the engine can't work: one of its devices is unhealthy or missing. `None` if all work.
+    /// `None` if all of the engine's devices work.
     pub unhealthy_reason: Option<String>,
 }
 
-/// The state of one device.
 #[derive(Debug, Clone)]
 pub struct DeviceState {
-    /// The device's identity.
     pub identity: Identity,
-    /// The newest reading.
     pub reading: Reading,
-    /// Whether the device is the engine's. If the snapshot's basis is unknown, whether the device
-    /// may be the engine's.
+    /// With an unknown basis: whether the device may be the engine's.
     pub is_engine_device: bool,
-    /// The DP ranks that run on the device. If empty, they are unknown, and any rank may run on it.
+    /// An empty list means unknown: any rank may run on the device.
     pub dp_ranks: Vec<u32>,
-    /// Device memory used by the engine's processes, in bytes.
     pub engine_bytes: Option<u64>,
-    /// Why the device's board can't be used. `None` if it can.
     pub unhealthy_reason: Option<String>,
-    /// How often each XID of the device's board occurred since the agent started, by XID.
+    /// The XIDs of the device's board since the agent started.
     pub xid_counts: BTreeMap<u64, u64>,
-    /// How often each NVML call for the device failed since the agent started, by the call's name.
+    /// Failed NVML calls since the agent started, by name.
     pub failure_counts: BTreeMap<&'static str, u64>,
 }
 
-/// The part of a board's state that is kept between readings and across reloads of NVML.
+/// Kept between readings and across reloads of NVML.
 #[derive(Debug, Default)]
 struct Board {
     health: BoardHealth,
-    /// See [`DeviceState::xid_counts`].
     xid_counts: BTreeMap<u64, u64>,
 }
 
-/// The engine's processes at the time of a reading.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineProcesses<'a> {
-    /// The processes; empty if they are unknown.
     pub processes: &'a [EngineProcess],
-    /// The scheduler processes that the shims report, one for each DP rank.
     pub schedulers: &'a [Scheduler],
-    /// Whether the engine has other scheduler processes than at the last reading.
     pub has_new_schedulers: bool,
-    /// Whether the pids that NVML reports are those of the agent's pid namespace.
     pub are_pids_in_agent_namespace: bool,
 }
 
-/// The state of the machine's GPUs, which each reading updates.
 #[derive(Debug)]
 pub struct GpuTracker {
-    /// The setting `devices`.
     configured: Vec<Selector>,
-    /// The time between two reloads of NVML while a device is missing.
     reload_interval: Duration,
-    /// The boards by UUID.
+    /// The keys are UUIDs.
     boards: BTreeMap<String, Board>,
-    /// The number of failed NVML calls, by the device's UUID, then by the call's name.
+    /// The keys are UUID and call.
     failure_counts: BTreeMap<String, BTreeMap<&'static str, u64>>,
     selection: Selection,
-    /// The DP ranks last seen on each device, by the device's UUID.
+    /// The keys are UUIDs of devices.
     dp_ranks_by_device: BTreeMap<String, Vec<u32>>,
-    /// Entries of the setting `devices` that match no device.
     unmatched_selectors: Vec<Selector>,
-    /// When the wait for the next reload of NVML began. `None` if no device is missing, that is, no
-    /// board is lost and each entry of the setting `devices` matches a device.
+    /// `None` if no board is lost and each entry of the setting `devices` matches a device.
     reload_wait_since: Option<Instant>,
 }
 
 impl GpuTracker {
-    /// Creates the state before the first reading. `configured` is the setting `devices`. While a
-    /// device is missing, NVML should be reloaded once per `reload_interval`.
     #[must_use]
     pub fn new(configured: Vec<Selector>, reload_interval: Duration) -> Self {
         Self {
@@ -122,7 +92,7 @@ impl GpuTracker {
         }
     }
 
-    /// Counts an XID of the board with this UUID. A board that isn't tracked is ignored.
+    /// A board that isn't tracked is ignored.
     pub fn add_xid(&mut self, board_uuid: &str, number: u64) {
         let Some(board) = self.boards.get_mut(board_uuid) else { return };
         board.health.add_xid(number);
@@ -131,14 +101,13 @@ impl GpuTracker {
         }
     }
 
-    /// Updates the state from one reading of all devices, and returns the new snapshot.
     pub fn take_readings(
         &mut self,
         now: Instant,
         readings: Vec<(Identity, Reading)>,
         engine: EngineProcesses<'_>,
     ) -> Snapshot {
-        // A board whose UUID could not be read at first may have a UUID now. Remove its old entry.
+        // A board whose UUID could not be read at first may have one now: its old entry goes.
         self.boards.retain(|uuid, _| readings.iter().any(|(identity, _)| identity.uuid == *uuid));
         for (identity, reading) in &readings {
             // A slice has the health of its board.
@@ -195,7 +164,6 @@ impl GpuTracker {
         }
     }
 
-    /// Combines a reading with what is known of the device from earlier readings.
     fn device_state(
         &self,
         identity: Identity,
@@ -205,7 +173,7 @@ impl GpuTracker {
     ) -> DeviceState {
         let board = self.boards.get(identity.board_uuid());
         let total_bytes = reading.memory.map(|memory| memory.total);
-        // A figure above the device's total memory is wrong and is left out.
+        // A figure above the device's total memory is wrong.
         let engine_bytes =
             engine_bytes.filter(|&bytes| total_bytes.is_none_or(|total| bytes <= total));
         DeviceState {
@@ -220,8 +188,6 @@ impl GpuTracker {
         }
     }
 
-    /// Whether NVML should be reloaded now, because a device has been missing for the reload
-    /// interval. If so, the interval starts again.
     pub fn needs_reload(&mut self, now: Instant) -> bool {
         let is_due =
             self.reload_wait_since.is_some_and(|since| now >= since + self.reload_interval);
@@ -231,16 +197,11 @@ impl GpuTracker {
         is_due
     }
 
-    /// Whether a device is missing: a board is lost, or an entry of the setting matches no device.
     fn is_device_missing(&self) -> bool {
         !self.unmatched_selectors.is_empty()
             || self.boards.values().any(|board| board.health.is_lost())
     }
 
-    /// Checks the invariants.
-    ///
-    /// # Panics
-    /// When a board counts too many XIDs, or a device is missing and no reload is scheduled.
     pub fn check_invariants(&self) {
         assert_eq!(
             self.is_device_missing(),
@@ -254,14 +215,12 @@ impl GpuTracker {
     }
 }
 
-/// What the engine's processes use on one device.
 #[derive(Debug, Default)]
 struct EngineUsage {
-    /// The number of processes.
     process_count: usize,
-    /// Device memory of all these processes. `None` if it is unknown for one of them.
+    /// `None` if it is unknown for one of the processes.
     memory_bytes: Option<u64>,
-    /// DP ranks of these processes. Empty if the rank of one process is unknown.
+    /// Empty if the rank of one process is unknown.
     dp_ranks: Vec<u32>,
 }
 
@@ -271,10 +230,8 @@ impl EngineUsage {
     }
 }
 
-/// Returns what the engine's processes use on the device of this reading.
 fn engine_usage(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUsage {
-    // MPS shares a GPU between processes. NVML lists the clients of MPS apart from other processes.
-    // A process may be in both lists, but counts once.
+    // NVML lists the clients of MPS apart. A process in both lists counts once.
     let mut bytes_by_pid = BTreeMap::<u32, Option<u64>>::new();
     for process in reading.processes.iter().flatten().filter(|_| engine.are_pids_in_agent_namespace)
     {
@@ -301,17 +258,13 @@ fn engine_usage(reading: &Reading, engine: EngineProcesses<'_>) -> EngineUsage {
     }
 }
 
-/// Returns the DP ranks whose shim names the device as that of its KV pool, in order.
 fn named_ranks(identity: &Identity, engine: EngineProcesses<'_>) -> Vec<u32> {
-    // A UUID of NVML has the kind of the device before the number, as `GPU-` or `MIG-`.
+    // NVML puts the kind of the device before the number, as `GPU-` or `MIG-`.
     let Some((_, number)) = identity.uuid.split_once('-') else { return vec![] };
     let named = engine.schedulers.iter().filter(|scheduler| scheduler.device == number);
     named.map(|scheduler| scheduler.dp_rank).collect()
 }
 
-/// Returns why the engine can't work: which of its devices is unhealthy or missing. `None` if the
-/// engine can work.
-///
 /// An entry of the setting `devices` that matches no device counts as a missing device, because the
 /// device may have disappeared before the agent started. If the basis is unknown, the devices may
 /// be another engine's, so their health doesn't count.
@@ -341,13 +294,12 @@ fn unhealthy_reason(
 }
 
 impl Snapshot {
-    /// Returns a snapshot without devices, for a machine without NVML and before the first reading.
     #[must_use]
     pub fn without_devices(now: Instant) -> Self {
         Self { read_at: now, devices: vec![], basis: Basis::Unknown, unhealthy_reason: None }
     }
 
-    /// Returns a rank's devices for the load report, without the figures of the KV pool.
+    /// The figures of the KV pool are missing here.
     #[must_use]
     pub fn devices(&self, now: Instant, dp_rank: u32) -> Vec<Device> {
         let age = now.saturating_duration_since(self.read_at);
@@ -355,9 +307,8 @@ impl Snapshot {
         self.devices_of_rank(dp_rank).map(|device| device.to_load_report(age_ms)).collect()
     }
 
-    /// Whether each device of the rank surely holds this rank's KV pool and no other rank's. Only
-    /// then can the pool's figures be reported for each of the devices. `rank_count` is the number
-    /// of the engine's ranks.
+    /// Only if each device of the rank surely holds this rank's KV pool and no other rank's can the
+    /// pool's figures be reported for each of the devices.
     #[must_use]
     pub fn holds_pool(&self, dp_rank: u32, rank_count: usize) -> bool {
         let is_certain = |device: &DeviceState| match device.dp_ranks[..] {
@@ -367,7 +318,6 @@ impl Snapshot {
         self.basis != Basis::Unknown && self.devices_of_rank(dp_rank).all(is_certain)
     }
 
-    /// Iterates over the engine's devices that the rank runs on, or may run on.
     fn devices_of_rank(&self, dp_rank: u32) -> impl Iterator<Item = &DeviceState> {
         let may_run_on = move |device: &&DeviceState| {
             device.dp_ranks.is_empty() || device.dp_ranks.contains(&dp_rank)
@@ -377,8 +327,7 @@ impl Snapshot {
 }
 
 impl DeviceState {
-    /// Converts the state to the device's part of a load report. The figures of the KV pool stay
-    /// absent; the module `kv` sets them.
+    /// The module `kv` sets the figures of the KV pool.
     fn to_load_report(&self, age_ms: u32) -> Device {
         let Self { identity, reading, .. } = self;
         let memory = reading.memory;

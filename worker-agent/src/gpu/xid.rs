@@ -1,30 +1,21 @@
 //! Decides which of the driver's XID errors are fatal for a board, and what an operator must do.
 //!
-//! An *XID* is the driver's number for a GPU error, and a *board* is a whole GPU. After a *fatal*
-//! XID, the board can't be used until the GPU is reset or the machine is restarted. The other XIDs
-//! are errors of applications, replaced memory rows, and errors that affect only one process.
-//!
-//! [`fatal_xid`] is a fixed list. It follows the immediate actions in NVIDIA's catalog of XIDs for
-//! data center GPUs. The module `health` calls it to judge a board. This module receives no XIDs
-//! (`nvml` does), and counts none (`tracker` does).
+//! After a *fatal* XID, the board can't be used until the GPU is reset or the machine is restarted.
+//! The list follows the immediate actions in NVIDIA's catalog of XIDs for data center GPUs.
 
-/// A fatal XID of a board.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FatalXid {
-    /// What happened, as a phrase for operators.
     pub description: &'static str,
-    /// What an operator must do, as a phrase in the imperative.
     pub operator_action: &'static str,
-    /// Whether the XID also has forms after which the board continues to work. If so, a driver that
-    /// reports recovery actions knows which form occurred. Its recovery action then counts instead
-    /// of the XID.
+    /// After some forms of the XID the board continues to work. A driver that reports recovery
+    /// actions knows the form, so its recovery action counts instead.
     pub has_harmless_forms: bool,
 }
 
 const RESET_GPU: &str = "reset the GPU";
 const RESTART_MACHINE: &str = "restart the machine";
 
-/// Returns what a fatal XID means. `None` for an XID after which the board continues to work.
+/// `None` for an XID after which the board continues to work.
 #[must_use]
 pub fn fatal_xid(number: u64) -> Option<FatalXid> {
     let always = |description, operator_action| {

@@ -1,23 +1,16 @@
 //! A log of recent entries, bounded in bytes, for readers that read at different speeds. Pure.
 //!
-//! The entries are numbered from 0. If all entries together exceed the bound, the log drops the
-//! oldest ones. A reader that asks for a dropped entry gets [`Dropped`]. `event_log` keeps the
-//! changes of resident blocks in such a log. The log itself has no lock and wakes no reader.
+//! The log has no lock and wakes no reader.
 
 use std::{collections::VecDeque, sync::Arc};
 
-/// The requested entry was already dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Dropped;
 
-/// The newest entries, oldest first.
 #[derive(Debug)]
 pub(super) struct BoundedLog<T> {
-    /// Each entry with its bytes.
     entries: VecDeque<(usize, Arc<T>)>,
-    /// The number of the oldest entry.
     oldest_number: u64,
-    /// The bytes of all entries.
     bytes: usize,
     bytes_max: usize,
 }
@@ -27,12 +20,11 @@ impl<T> BoundedLog<T> {
         Self { entries: VecDeque::new(), oldest_number: 0, bytes: 0, bytes_max }
     }
 
-    /// Returns the number that the next entry will have.
     pub(super) fn next_number(&self) -> u64 {
         self.oldest_number + self.entries.len() as u64
     }
 
-    /// Adds an entry that counts as `bytes`. An entry above the bound is dropped at once.
+    /// An entry above the bound is dropped at once.
     pub(super) fn push(&mut self, entry: T, bytes: usize) {
         self.entries.push_back((bytes, Arc::new(entry)));
         self.bytes += bytes;
@@ -46,7 +38,7 @@ impl<T> BoundedLog<T> {
         }
     }
 
-    /// Returns the entry with a number, or `None` if it doesn't exist yet.
+    /// `None` if the entry doesn't exist yet.
     pub(super) fn get(&self, number: u64) -> Result<Option<Arc<T>>, Dropped> {
         let index = number.checked_sub(self.oldest_number).ok_or(Dropped)?;
         let entry = usize::try_from(index).ok().and_then(|index| self.entries.get(index));

@@ -1,118 +1,87 @@
 //! Decodes the messages of SGLang's KV event publisher into [`CacheEvent`]s.
 //!
-//! An event says that the engine's cache has stored or evicted *pages*, the engine's units of KV
-//! memory. SGLang itself calls them blocks. A message is the array `[time, events, rank]`. Each
-//! event is a map with a `type` key. In older releases of SGLang, an event is an array whose first
-//! element is the type. This module skips unknown fields and event types. It doesn't check whether
-//! events fit together. `rank_cache` calls [`decode`] for each message, and `pages` applies the
-//! events.
+//! SGLang calls pages blocks. A message is the array `[time, events, rank]`. An event is a map with
+//! a `type` key, or in older releases of SGLang an array whose first element is the type. Unknown
+//! fields and event types are skipped.
 //!
-//! A store event lists the tokens of its pages. Some engines list *token pairs* instead. A pair is
-//! a token and the token that follows it, so the pairs (1, 2) and (2, 3) stand for the tokens 1 and
-//! 2. The 3 is the token after them.
+//! Some engines list *token pairs* in place of tokens: a token and the one that follows it. The
+//! pairs (1, 2) and (2, 3) stand for the tokens 1 and 2; the 3 is the token after them.
 
 use super::msgpack::{self, Reader};
 
-/// The maximum tokens of a page that is accepted. Engines have pages of up to 256 tokens.
+/// Engines have pages of up to 256 tokens.
 const PAGE_TOKENS_MAX: u32 = 1 << 16;
 
-/// Why a message could not be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The message is not valid MessagePack, or has another shape.
     #[error("the message is not in the form of KV events")]
     Form(#[from] msgpack::Error),
-    /// An event has no value for a field that its type requires.
     #[error("an event has no {0}")]
     MissingField(&'static str),
-    /// A number is out of range.
     #[error("{0} is out of range")]
     OutOfRange(&'static str),
-    /// The number of tokens is not the announced number of pages times their size.
     #[error("{tokens} tokens don't fill {pages} pages of {page_tokens} tokens")]
     TokenCount {
-        /// The number of tokens in the event.
+        /// The number in the event.
         tokens: usize,
-        /// The number of pages announced.
         pages: usize,
-        /// The announced tokens of each page.
         page_tokens: u32,
     },
-    /// A token pair doesn't have two tokens, or doesn't begin with the second token of the pair
-    /// before it. Or an event has both pairs and single tokens.
+    /// A pair doesn't overlap the one before it, or pairs and single tokens are mixed.
     #[error("consecutive token pairs don't overlap by one token")]
     InvalidPairs,
 }
 
-/// The engine's identity of a page: the first 64 bits of a hash over the tokens of the page and of
-/// all pages before it.
+/// The first 64 bits of a hash over the tokens of the page and of all pages before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageHash(pub u64);
 
-/// The memory that holds a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Medium {
-    /// The GPU's memory.
     Gpu,
-    /// The host's memory.
     Cpu,
-    /// Any storage that is farther away; routing ignores it.
+    /// Routing ignores storage that is farther away.
     Other,
 }
 
-/// Pages that became resident, in prefix order.
+/// The pages are in prefix order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stored {
-    /// The pages' hashes; at least one.
     pub pages: Vec<PageHash>,
     /// The page before the first of `pages`. `None` if `pages` begin a prompt.
     pub parent: Option<PageHash>,
-    /// The tokens of all pages. For an image, the engine may put the image's hash here, which is
-    /// wider than a token id.
+    /// For an image, the engine may put its hash here, which is wider than a token id.
     pub tokens: Vec<u64>,
-    /// The token after the last page: the second token of the last pair. `None` if the engine
-    /// sends single tokens. The engine hashes it as part of the last page.
+    /// The token after the last page, which the engine hashes as part of that page. `None` if the
+    /// engine sends single tokens.
     pub next_token: Option<u64>,
-    /// Tokens in a page.
     pub page_tokens: u32,
-    /// Where the pages are.
     pub medium: Medium,
-    /// The name of the LoRA adapter for which the pages were computed.
     pub lora: Option<String>,
-    /// The client's cache salt. Prompts with different salts share no pages.
+    /// Prompts with different salts share no pages.
     pub cache_salt: Option<String>,
 }
 
-/// A change of the engine's KV cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Pages became resident.
     Stored(Stored),
-    /// Pages are no longer resident in one memory.
     Removed {
-        /// The pages' hashes.
         pages: Vec<PageHash>,
         /// The memory that held them.
         medium: Medium,
     },
-    /// The whole cache was emptied.
     Cleared,
 }
 
-/// The events of one message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// The events, in the order in which they happened.
     pub events: Vec<CacheEvent>,
-    /// The DP rank on which they happened. `None` if the message doesn't state it.
+    /// `None` if the message doesn't state it.
     pub dp_rank: Option<u32>,
 }
 
-/// Decodes one message.
-///
-/// # Errors
-/// When any part of the message is invalid. No events are returned then, because an incomplete
-/// batch would give a wrong state.
+/// If any part of the message is invalid, no events are returned: an incomplete batch would give a
+/// wrong state.
 pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let mut reader = Reader::new(message);
     let fields = reader.read_array_len()?;
@@ -123,7 +92,7 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     let count = reader.read_array_len()?;
     let mut events = Vec::with_capacity(count.min(reader.bytes_left()));
     for _ in 0..count {
-        // This adds nothing if the event's type is unknown, as in another release of SGLang.
+        // An unknown type, as in another release of SGLang, adds nothing.
         events.extend(read_event(&mut reader)?);
     }
     let dp_rank = match fields {
@@ -136,14 +105,11 @@ pub fn decode(message: &[u8]) -> Result<Batch, Error> {
     Ok(Batch { events, dp_rank })
 }
 
-/// The tokens of a store event.
 struct Tokens {
     tokens: Vec<u64>,
-    /// The token after the last of `tokens`, if the event has token pairs.
     next_token: Option<u64>,
 }
 
-/// The fields of an event before its type is known.
 #[derive(Default)]
 struct Fields<'a> {
     kind: Option<&'a str>,
@@ -156,7 +122,7 @@ struct Fields<'a> {
     cache_salt: Option<&'a str>,
 }
 
-/// Returns the names of an event's fields in the order that the array form has.
+/// The order is that of the array form.
 fn field_names(kind: &str) -> &'static [&'static str] {
     match kind {
         "BlockStored" => {
@@ -254,7 +220,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Reads a page hash, which is a signed or an unsigned 64-bit integer.
+/// The engine sends a signed or an unsigned 64-bit integer.
 fn read_page_hash(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
     let int = reader.read_int()?;
     let signed = i64::try_from(int).map(i64::cast_unsigned);
@@ -264,14 +230,13 @@ fn read_page_hash(reader: &mut Reader<'_>) -> Result<PageHash, Error> {
         .map_err(|_| Error::OutOfRange("block_hashes"))
 }
 
-/// Reads an array of tokens, or of token pairs. Consecutive pairs overlap by one token.
+/// Consecutive pairs overlap by one token.
 fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, Error> {
     let read_token = |reader: &mut Reader<'_>| {
         u64::try_from(reader.read_int()?).map_err(|_| Error::OutOfRange("token_ids"))
     };
     let count = reader.read_array_len()?;
     let mut tokens = Vec::with_capacity(count.min(reader.bytes_left()));
-    // The second token of the latest pair.
     let mut next_token = None;
     for _ in 0..count {
         let is_pair = reader.is_array()?;
@@ -281,7 +246,7 @@ fn read_tokens(reader: &mut Reader<'_>) -> Result<Tokens, Error> {
         let token = read_token(reader)?;
         let expected_token =
             if is_pair { next_token.replace(read_token(reader)?) } else { next_token };
-        // A pair must not follow a single token, and a single token must not follow a pair.
+        // A pair and a single token must not follow each other.
         if !tokens.is_empty() && expected_token != is_pair.then_some(token) {
             return Err(Error::InvalidPairs);
         }

@@ -1,12 +1,7 @@
 //! Checks the page hashes in the engine's KV events against the pages' tokens.
 //!
-//! A page is the engine's unit of KV memory. SGLang computes a page's SHA-256 digest from the
-//! digest of the page before it and from the page's own tokens. The page hash in an event is the
-//! first 64 bits of that digest. So [`Verifier`] keeps the digests of recent pages, to check the
-//! pages that follow them. It rejects no event: the caller, `rank_cache`, decides what a wrong hash
-//! means.
-//!
-//! Some engines send and hash *token pairs*: each token together with the token that follows it.
+//! SGLang computes a page's SHA-256 digest from the digest of the page before it and from the
+//! page's own tokens. An event has the digest's first 64 bits.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -14,38 +9,30 @@ use sha2::{Digest as _, Sha256};
 
 use super::decode::{PageHash, Stored};
 
-/// The maximum number of digests kept, in about three megabytes. If the digest of a page's parent
-/// is no longer kept, the page can't be checked.
+/// These take about three megabytes. A page whose parent's digest was dropped can't be checked.
 const DIGESTS_MAX: usize = 32_768;
-/// The tag that the engine hashes before a client's cache salt.
+/// The engine hashes it before a client's cache salt.
 const SALT_TAG: &[u8] = b"sglang-cache-salt-v1\0";
 
-/// The result of checking some pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// All hashes are correct.
     Right,
-    /// A hash is wrong: the tokens differ, or the engine hashes by another rule.
+    /// The tokens differ, or the engine hashes by another rule.
     Wrong,
-    /// The pages can't be checked. The parent's digest is no longer kept, or the pages belong to a
-    /// LoRA adapter: then the hash also covers a value that the events don't contain.
+    /// The parent's digest was dropped, or the pages belong to a LoRA adapter: then the hash also
+    /// covers a value that the events don't contain.
     Unknown,
 }
 
-/// The SHA-256 digest of a page and of all pages before it.
 type PageDigest = [u8; 32];
 
-/// Checks page hashes, and keeps the digests of recent pages.
 #[derive(Debug, Default)]
 pub struct Verifier {
     digests: HashMap<PageHash, PageDigest>,
-    /// The pages in `digests`, oldest first.
     oldest_first: VecDeque<PageHash>,
 }
 
 impl Verifier {
-    /// Checks the hashes of an event's pages against their tokens. Keeps the digests of the pages
-    /// before the first wrong one.
     pub fn check(&mut self, stored: &Stored) -> Verdict {
         if stored.lora.is_some() {
             return Verdict::Unknown;
@@ -77,7 +64,6 @@ impl Verifier {
         Verdict::Right
     }
 
-    /// Keeps a page's digest. If there are too many digests, drops the oldest one.
     fn remember(&mut self, page: PageHash, digest: PageDigest) {
         if self.digests.insert(page, digest).is_some() {
             return;
@@ -90,16 +76,12 @@ impl Verifier {
     }
 }
 
-/// Returns the page hash that an event has for a page with this digest.
 fn page_hash_of(digest: PageDigest) -> PageHash {
     let (first_bytes, _) = digest.split_first_chunk().expect("a digest has 32 bytes");
     PageHash(u64::from_be_bytes(*first_bytes))
 }
 
-/// Returns the digest of a page whose parent has the digest `parent_digest`.
-///
-/// `token_after` is the token after the page if the engine hashes token pairs. Then each token is
-/// hashed together with the token that follows it.
+/// `token_after` is the token after the page, if the engine hashes token pairs.
 fn hash_page(
     parent_digest: Option<PageDigest>,
     tokens: &[u64],
@@ -109,8 +91,7 @@ fn hash_page(
     if let Some(parent_digest) = parent_digest {
         hasher.update(parent_digest);
     }
-    // The engine hashes four bytes of each token. If a token needs more, the engine marks the page
-    // with a byte and hashes eight bytes of each token.
+    // If a token needs more than four bytes, the engine hashes a mark and eight bytes of each.
     let mut all_tokens = tokens.iter().chain(&token_after);
     let is_wide = all_tokens.any(|&token| u32::try_from(token).is_err());
     if is_wide {

@@ -1,23 +1,19 @@
 //! Reads MessagePack values one by one, of the kinds that the engine's KV events have.
 //!
-//! [`Reader`] is for the decoder of the events, which learns the kind of some values only when it
-//! reads them. It knows no event fields, and keeps nothing. A message may announce a length that is
-//! larger than the message itself. So a caller that allocates memory for an announced length must
-//! bound it by [`Reader::bytes_left`].
+//! A message may announce a length that is larger than the message itself. So a caller that
+//! allocates memory for an announced length must bound it by [`Reader::bytes_left`].
 
 use rmp::{Marker, decode};
 use serde::{Deserialize as _, de::IgnoredAny};
 
-/// A message ends inside a value, or a value has another kind than expected, is not valid UTF-8, or
-/// is nested deeper than [`DEPTH_MAX`].
+/// Also the error of a text that is not valid UTF-8.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a value is cut, too deep or of another kind")]
 pub struct Error;
 
-/// The maximum nesting depth of a value that is skipped. Events have four levels.
+/// Bounds values that are skipped. Events have four levels.
 const DEPTH_MAX: usize = 8;
 
-/// The unread rest of a message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reader<'a>(&'a [u8]);
 
@@ -26,12 +22,11 @@ impl<'a> Reader<'a> {
         Self(message)
     }
 
-    /// Returns the number of unread bytes. An array can't have more elements than this.
+    /// An array can't have more elements than this.
     pub(super) fn bytes_left(&self) -> usize {
         self.0.len()
     }
 
-    /// Consumes the next value if it is nil. Returns whether it was nil.
     pub(super) fn take_nil(&mut self) -> Result<bool, Error> {
         let is_nil = self.peek()? == Marker::Null;
         if is_nil {
@@ -40,17 +35,14 @@ impl<'a> Reader<'a> {
         Ok(is_nil)
     }
 
-    /// Whether an array comes next.
     pub(super) fn is_array(&self) -> Result<bool, Error> {
         Ok(matches!(self.peek()?, Marker::FixArray(_) | Marker::Array16 | Marker::Array32))
     }
 
-    /// Reads an array's header and returns its number of elements.
     pub(super) fn read_array_len(&mut self) -> Result<usize, Error> {
         decode::read_array_len(&mut self.0).map(|length| length as usize).map_err(|_| Error)
     }
 
-    /// Reads a map's header and returns its number of pairs.
     pub(super) fn read_map_len(&mut self) -> Result<usize, Error> {
         decode::read_map_len(&mut self.0).map(|length| length as usize).map_err(|_| Error)
     }
@@ -61,12 +53,10 @@ impl<'a> Reader<'a> {
         Ok(text)
     }
 
-    /// Reads an integer of any width.
     pub(super) fn read_int(&mut self) -> Result<i128, Error> {
         decode::read_int(&mut self.0).map_err(|_| Error)
     }
 
-    /// Skips one value of any kind.
     pub(super) fn skip_value(&mut self) -> Result<(), Error> {
         let mut decoder = rmp_serde::Deserializer::new(&mut self.0);
         decoder.set_max_depth(DEPTH_MAX);

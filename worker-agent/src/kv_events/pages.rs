@@ -1,19 +1,13 @@
 //! Tracks one rank's resident pages, and computes which of the routers' blocks are resident. Pure.
 //!
-//! A *page* is the engine's unit of KV memory. It is resident while the GPU's or the host's memory
-//! holds it. A *block* is the unit in which routers count a prompt. It has at least as many tokens
-//! as a page, and may begin or end inside a page. A block is resident while all its pages are.
-//! [`Pages`] takes the engine's decoded KV events and returns the changes of resident blocks. Its
-//! caller, `rank_cache`, passes these to routers. [`Pages`] stores hashes of pages and blocks but
-//! no tokens: about 30 bytes a page. `hash_check`, not this module, compares hashes with tokens.
+//! A *block*, the unit in which routers count a prompt, has at least as many tokens as a page, and
+//! may begin or end inside a page. It is resident while all its pages are. Only hashes are stored,
+//! no tokens: about 30 bytes a page.
 //!
 //! A *branch* is a position after which known prompts have different pages. A *run* is a series of
 //! consecutive pages without a branch between them. The runs form a tree like the engine's radix
-//! tree. Prompts may branch inside a block. Then the run before the branch ends with the beginning
-//! of that block, and each child run completes the block with other tokens.
-//!
-//! `runs` changes the tree, `residency` marks pages and finds the blocks that change with them,
-//! `grid` converts page numbers to block numbers, and `check` checks the invariants.
+//! tree. Prompts may branch inside a block: then the run before the branch ends with the beginning
+//! of that block, and each child run completes it with other tokens.
 
 mod check;
 mod grid;
@@ -31,61 +25,50 @@ use proto::{
 use self::grid::Grid;
 use super::decode::{CacheEvent, Medium, PageHash, Stored};
 
-/// The empty run at the root of the tree; all prompts begin here. In a link to a child or sibling,
-/// this id means that there is none.
+/// An empty run, at which all prompts begin. In a link to a child or sibling, this id means that
+/// there is none.
 const ROOT: RunId = 0;
-/// The maximum number of pages in a run. The table stores a page's number in its prompt only modulo
-/// this maximum, so two pages of a longer run could have the same entry.
+/// The table stores a page's number in its prompt only modulo this maximum, so two pages of a
+/// longer run could have the same entry.
 const RUN_PAGES_MAX: usize = PLACE_MODULUS as usize;
-/// The bits of a stored page hash that say in which tiers (GPU or host memory) the page is
-/// resident. They replace the last two bits of the engine's hash.
+/// In a stored hash, these bits say in which tiers the page is resident.
 const TIER_BITS: u64 = 0b11;
 
-/// Why pages were rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The event's page size differs from the size that the engine's `/server_info` states.
+    /// The event's page size differs from that of the engine's `/server_info`.
     #[error("a page has {found} tokens, not {expected}; the engine must be described again")]
     PageTokens {
-        /// Tokens per page in the event.
+        /// The number in the event.
         found: u32,
-        /// Tokens per page in the engine's description.
         expected: u32,
     },
-    /// The parent page is unknown: its event was lost or never sent.
     #[error("the parent of these pages is unknown; earlier events were lost")]
     UnknownParent,
-    /// A page is already known, after another page than the event says. The engine contradicts
-    /// itself, or an event was lost.
     #[error("a page is already known after another parent; earlier events were lost")]
     OtherParent,
-    /// A token is wider than 32 bits. The engine puts the hash of an image in place of tokens, and
-    /// routers can't compute that hash from a prompt.
+    /// The engine puts the hash of an image in place of tokens; routers can't compute it from a
+    /// prompt.
     #[error("a token is not a 32-bit id; its pages can't be used for routing")]
     WideToken,
-    /// The maximum number of pages, which the caller of [`Pages::new`] gave, is already tracked, in
-    /// all or in one tier.
+    /// The bound is of all pages or of one tier.
     #[error("more than {0} pages are resident; earlier events were lost")]
     TooManyPages(usize),
 }
 
-/// A number of pages in each tier: the sizes of pools, or bounds, or pages that are resident.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TierPages {
-    /// Pages in the GPU's memory.
     pub device: usize,
-    /// Pages in the host's memory.
     pub host: usize,
 }
 
 impl TierPages {
-    /// Returns the sum of both tiers. A page that is in both counts twice.
+    /// A page that is in both tiers counts twice.
     #[must_use]
     pub fn total(self) -> usize {
         self.device.saturating_add(self.host)
     }
 
-    /// Returns the number of one tier.
     #[must_use]
     pub fn in_tier(self, tier: Tier) -> usize {
         match tier {
@@ -102,46 +85,37 @@ impl TierPages {
     }
 }
 
-/// The tracked pages of one rank: all resident pages, and the pages before them in their prompts.
+/// All resident pages of one rank, and the pages before them in their prompts.
 #[derive(Debug)]
 pub struct Pages {
-    /// Converts between page numbers and block numbers.
     grid: Grid,
     block_tokens: BlockTokens,
-    /// The most pages that may be resident in each tier. The sum bounds all tracked pages. The last
-    /// event before a tier's bound is applied whole.
+    /// The sum bounds all tracked pages. The last event before a tier's bound is applied whole.
     pages_max: TierPages,
-    /// All runs, by id.
     runs: Vec<Run>,
-    /// The ids of runs that are in no use.
     free_ids: Vec<RunId>,
-    /// Finds a page's run, and its index in the run, by the page's hash.
+    /// The keys are the pages' hashes.
     table: RunTable,
-    /// The number of distinct tracked pages.
     page_count: usize,
-    /// The number of resident pages.
     resident: TierPages,
-    /// Bytes of memory held by the lists of all runs.
     lists_bytes: usize,
 }
 
-/// Consecutive pages of a prompt without a branch between them, and the blocks that end in them.
+/// The blocks of a run are those that end in it.
 #[derive(Debug)]
 struct Run {
-    /// Each page's hash. [`TIER_BITS`] of it say in which tiers the page is resident.
+    /// In each hash, [`TIER_BITS`] say in which tiers the page is resident.
     pages: Vec<u64>,
-    /// For each page: the token sum (see [`Chain::sum`]) of the block that has begun but not ended
-    /// after the page. The hash of that block is computed from this sum and the pages that follow.
-    /// Empty if every page is a whole block.
+    /// For each page: the token sum (see [`Chain::sum`]) of the block that the page leaves unended,
+    /// from which that block's hash is computed. Empty if every page is a whole block.
     open_sums: Vec<u64>,
-    /// The blocks that end in this run.
     blocks: Vec<BlockHash>,
-    /// The last block that ends before this run. If there is none, the start value of the prompt's
-    /// block hashes ([`Scheme::root`]), which depends on the LoRA adapter and the cache salt.
+    /// The last block that ends before this run. Without one, the start value of the prompt's block
+    /// hashes ([`Scheme::root`]), which depends on the LoRA adapter and the cache salt.
     block_before: BlockHash,
-    /// The token sum of the block that has begun but not ended before the run's first page.
+    /// The sum of the block that has begun but not ended before the run's first page.
     open_sum_before: u64,
-    /// The number of pages before this run in its prompt, and so the number of its first page.
+    /// The number of the run's first page in its prompt.
     start_page: u32,
     parent: RunId,
     /// The head of the list of children, which are linked as siblings.
@@ -167,24 +141,21 @@ impl Default for Run {
     }
 }
 
-/// A position in the tree: after the first `pages_before` pages of `run`.
 #[derive(Debug, Clone, Copy)]
 struct Position {
     run: RunId,
     pages_before: usize,
 }
 
-/// Returns the key of a page in the table: the first bits of its hash.
 fn table_key(page: u64) -> u64 {
     page >> (64 - KEY_BITS)
 }
 
-/// Returns a page's hash without the bits that [`Run::pages`] uses for tiers.
 fn without_tier_bits(page: PageHash) -> u64 {
     page.0 & !TIER_BITS
 }
 
-/// Whether `known`, an entry of [`Run::pages`], is the page `page`. Ignores the tier bits.
+/// Ignores the tier bits.
 fn is_page(known: u64, page: PageHash) -> bool {
     known & !TIER_BITS == without_tier_bits(page)
 }
@@ -197,11 +168,7 @@ fn tier_bit(tier: Tier) -> u64 {
 }
 
 impl Pages {
-    /// Creates an empty set for pages of `page_tokens` tokens, at most `pages_max` of them in each
-    /// tier.
-    ///
-    /// # Errors
-    /// When no block size exists for such pages.
+    /// Fails if no block size exists for such pages.
     pub fn new(page_tokens: u32, pages_max: TierPages) -> Result<Self, proto::block::Error> {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
@@ -219,14 +186,12 @@ impl Pages {
         })
     }
 
-    /// Returns the number of distinct tracked pages. It includes pages that are no longer resident
-    /// but come before a resident page.
+    /// Includes pages that are no longer resident but come before a resident page.
     #[must_use]
     pub fn count(&self) -> usize {
         self.page_count
     }
 
-    /// Returns the bytes of memory held.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let runs = self.runs.capacity() * size_of::<Run>();
@@ -234,17 +199,12 @@ impl Pages {
         runs + free_ids + self.lists_bytes + self.table.bytes()
     }
 
-    /// Returns the change that makes routers forget all blocks of the rank.
     #[must_use]
     pub fn reset_change(&self) -> Change {
         Change::Reset { block_tokens: self.block_tokens }
     }
 
-    /// Applies an event, and appends the resulting changes of blocks to `changes`.
-    ///
-    /// # Errors
-    /// When a stored page is rejected. The event's pages before the rejected page are kept, and
-    /// those after it are ignored.
+    /// The event's pages before a rejected one are kept, and those after it are ignored.
     pub fn apply(&mut self, event: &CacheEvent, changes: &mut Vec<Change>) -> Result<(), Error> {
         match event {
             CacheEvent::Stored(stored) => self.apply_stored(stored, changes),
@@ -264,8 +224,6 @@ impl Pages {
         }
     }
 
-    /// Follows the event's pages through the tree. Marks known pages as resident, and appends
-    /// unknown ones.
     fn apply_stored(&mut self, stored: &Stored, changes: &mut Vec<Change>) -> Result<(), Error> {
         let Some(tier) = medium_tier(stored.medium) else { return Ok(()) };
         let (found, expected) = (stored.page_tokens, self.grid.page_tokens());
@@ -282,7 +240,7 @@ impl Pages {
         if self.resident.in_tier(tier) >= self.pages_max.in_tier(tier) {
             return Err(Error::TooManyPages(self.pages_max.in_tier(tier)));
         }
-        // Each round begins after `applied` pages of the event, at `position` in the tree.
+        // A round begins at `position`, after `applied` pages of the event.
         let mut applied = 0;
         while let Some(&next_page) = stored.pages.get(applied) {
             let rest_of_run = &self.run(position.run).pages[position.pages_before..];
@@ -321,14 +279,12 @@ impl Pages {
     }
 
     fn apply_removed(&mut self, pages: &[PageHash], tier: Tier, changes: &mut Vec<Change>) {
-        // The number of the event's pages that are handled.
         let mut handled = 0;
         while let Some(&first_page) = pages.get(handled) {
             handled += 1;
             let Some((run, index)) = self.find_page(first_page) else { continue };
-            // An engine removes all pages of a radix tree node at once, listed from the node's
-            // first page on or from its last page back. Gather the pages that are neighbours in
-            // the run, to mark them together.
+            // An engine removes all pages of a radix tree node at once, listed from the first page
+            // on or from the last one back. Gather neighbours in the run, to mark them together.
             let (mut from, mut to) = (index, index + 1);
             let run_pages = &self.run(run).pages;
             let is_event_page = |run_index: Option<usize>, event_index: usize| {
@@ -354,7 +310,6 @@ impl Pages {
         &mut self.runs[run as usize]
     }
 
-    /// Returns the run that holds a page, and the page's index in it.
     fn find_page(&self, page: PageHash) -> Option<(RunId, usize)> {
         self.table.find(table_key(page.0), |Entry { run, place }| {
             let content = self.run(run);
@@ -364,8 +319,6 @@ impl Pages {
         })
     }
 
-    /// Returns the hasher of blocks, in its state after the pages before `position`. The caller
-    /// continues with the pages of `stored`.
     fn resume_chain(&self, position: Position, stored: &Stored) -> Chain {
         if position.run == ROOT {
             let lora = stored.lora.as_deref();
@@ -384,7 +337,7 @@ impl Pages {
     }
 }
 
-/// Returns the tier of a memory. Returns `None` for a memory that routing ignores.
+/// `None` for a memory that routing ignores.
 pub(super) fn medium_tier(medium: Medium) -> Option<Tier> {
     match medium {
         Medium::Gpu => Some(Tier::Device),

@@ -1,9 +1,4 @@
 //! Reads from the engine's `/server_info` where the agent can subscribe to its KV events.
-//!
-//! A KV event says that the engine's cache has stored or evicted *pages*, the engine's units of KV
-//! memory. Each data parallel (DP) rank publishes its own events. The agent tracks the cache by
-//! these events. `engine` requests `/server_info`, and `subscriber` connects to the addresses. This
-//! module only reads the addresses from the JSON.
 
 use std::net::IpAddr;
 
@@ -12,26 +7,21 @@ use serde_json::Value;
 
 use super::{pages::TierPages, zmtp::Endpoint};
 
-/// The engine's default size of the host's pool, as a multiple of the device's.
+/// The engine's default.
 const HICACHE_RATIO_DEFAULT: f64 = 2.0;
 
-/// The engine facts that are needed to follow its KV events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublisherInfo {
-    /// Identifies the engine process. A new process has a new, empty cache.
     pub instance: String,
-    /// The number of DP ranks. Each has a publisher of its own.
     pub ranks: u32,
     /// Tokens in a page, as the events count pages.
     pub page_tokens: u32,
-    /// Pages in the pools of one rank, as the events count pages.
+    /// The pools of one rank, in pages of the events.
     pub pool_pages: TierPages,
-    /// The addresses of the publishers, or the reason why there are none.
+    /// The error is why there are none.
     pub publishers: Result<PublisherAddresses, String>,
 }
 
-/// Returns the tokens in the host's pool of one rank, as `/server_info` describes it, for a device
-/// pool of `device_tokens` tokens. A token takes `token_bytes` bytes there, if that is known.
 /// Returns 0 if the engine keeps no KV in the host's memory.
 #[must_use]
 pub fn host_tokens(info: &Value, device_tokens: u64, token_bytes: Option<u64>) -> u64 {
@@ -60,40 +50,30 @@ fn to_tokens(tokens: f64) -> u64 {
     bounded(tokens as u64)
 }
 
-/// The addresses of the publishers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublisherAddresses {
     sockets: Sockets,
-    /// The topic to subscribe to.
     pub topic: String,
-    /// Tokens in a page as the events count pages, if the engine states it. With context
-    /// parallelism, one such page is several pages of the engine's pool.
+    /// With context parallelism, a page of the events is several pages of the engine's pool.
     pub page_tokens: Option<u32>,
 }
 
-/// The sockets of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Sockets {
     /// Each rank's ports are rank 0's ports plus the rank's number.
     Tcp {
         host: String,
-        /// The port on which rank 0 publishes.
         rank0_port: u16,
-        /// The port on which rank 0 sends old messages again when asked.
+        /// On this port, rank 0 sends old messages again when asked.
         rank0_replay_port: Option<u16>,
-        /// Whether other hosts reach the ports.
         is_exposed: bool,
     },
-    /// The paths of unix sockets. The engine offers them only without data parallelism.
+    /// Unix sockets. The engine offers them only without data parallelism.
     Ipc { path: String, replay: Option<Endpoint> },
 }
 
 impl PublisherAddresses {
-    /// Reads the publishers' addresses from the JSON of `/server_info`. `engine_host` is the host
-    /// that answered.
-    ///
-    /// # Errors
-    /// When the engine publishes no events that can be followed; the text is for an operator.
+    /// `engine_host` is the host that answered. The error's text is for an operator.
     pub fn from_server_info(info: &Value, engine_host: &str) -> Result<Self, String> {
         let Some(kv_events) = info.get("kv_events").filter(|kv_events| kv_events.is_object())
         else {
@@ -121,8 +101,7 @@ impl PublisherAddresses {
         })
     }
 
-    /// Reads the addresses from the engine's flag `--kv-events-config`. The engine describes only
-    /// TCP endpoints in `kv_events`; a unix socket is known from the flag alone.
+    /// The flag also names unix sockets. In `kv_events`, the engine describes only TCP endpoints.
     fn from_engine_flag(info: &Value, engine_host: &str) -> Result<Self, String> {
         let none = "the engine publishes no KV events; start it with \
                     --kv-events-config '{\"publisher\": \"zmq\", …}'";
@@ -152,8 +131,6 @@ impl PublisherAddresses {
         })
     }
 
-    /// Returns the addresses of a rank's publisher and of its replay socket. Returns `None` if the
-    /// rank has none.
     pub(super) fn addresses(&self, dp_rank: u32) -> Option<(Endpoint, Option<Endpoint>)> {
         match &self.sockets {
             Sockets::Tcp { host, rank0_port, rank0_replay_port, .. } => {
@@ -172,8 +149,7 @@ impl PublisherAddresses {
         }
     }
 
-    /// Whether other hosts reach the publishers. What these publish has the token ids of prompts,
-    /// and they ask nobody for a credential.
+    /// The publishers send token ids of prompts, and ask nobody for a credential.
     #[must_use]
     pub(super) fn are_exposed(&self) -> bool {
         matches!(self.sockets, Sockets::Tcp { is_exposed: true, .. })
@@ -188,8 +164,7 @@ fn check_publisher(publisher: Option<&str>) -> Result<(), String> {
     Err(format!("the engine's publisher of KV events is {publisher}, not zmq"))
 }
 
-/// Returns the host to connect to. With a wildcard address, the publisher listens on every address
-/// of the engine's host.
+/// With a wildcard address, the publisher listens on the engine's host.
 fn reachable_host<'a>(announced_host: &'a str, engine_host: &'a str) -> &'a str {
     match announced_host {
         "*" | "0.0.0.0" | "::" | "[::]" | "" => engine_host,

@@ -1,17 +1,7 @@
 //! Turns one DP rank's KV event messages into the changes of resident blocks for routers. Pure.
 //!
-//! A *block* is the unit in which routers count a prompt. It is resident while the engine holds its
-//! KV. A *watcher* is a router that receives all changes of resident blocks. A *snapshot* lists all
-//! resident blocks of the rank. [`RankCache`] takes the messages of the rank's publisher. It
-//! returns [`RankStep`]s: changes for the watchers, and requests to the publisher. The caller,
-//! `subscriber`, does the I/O.
-//!
-//! `sequencer` puts the messages in sequence, `decode` decodes them, `hash_check` checks the page
-//! hashes, and `pages` maps pages to blocks.
-//!
 //! If messages are lost for good, any known page may have been evicted. Then the rank forgets all
-//! its pages, and the caller asks the shim (code in the engine's process) to publish the engine's
-//! radix tree again.
+//! its pages, and the caller asks the shim to publish the engine's radix tree again.
 
 use proto::{block::Tier, kv::Change};
 
@@ -22,27 +12,23 @@ use super::{
     sequencer::{self, Sequencer},
 };
 
-/// The maximum number of pages tracked in a tier, as a multiple of the pages in its pool.
+/// A multiple of the pages in the tier's pool.
 const TRACKED_PAGES_PER_POOL_PAGE: usize = 2;
-/// The assumed size of a host's pool that isn't known, as a multiple of the device's: the engine's
-/// default.
+/// The engine's default, for a host's pool of unknown size.
 const HOST_PAGES_PER_DEVICE_PAGE: usize = 2;
 
-/// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RankStep {
-    /// Ask the publisher to send its messages again, from this number on.
+    /// Requests the messages from this number on.
     RequestReplay(u64),
-    /// Send these changes to all watchers.
     Send(Vec<Change>),
-    /// Send a new snapshot to all watchers, because everything sent to them before is void.
+    /// Everything sent to the watchers before is void.
     SendSnapshot,
 }
 
-/// How often each thing happened since the last [`RankCache::take_counts`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// Events that stored pages, rejected ones included.
+    /// Counts rejected events too.
     pub(super) stored: u64,
     pub(super) removed: u64,
     pub(super) cleared: u64,
@@ -51,48 +37,39 @@ pub(super) struct Counts {
     /// Gaps in the message numbers that no replay could fill.
     pub(super) gaps: u64,
     pub(super) lost_messages: u64,
-    /// Requested replays.
     pub(super) replays: u64,
     /// Restarts of the engine that the message numbers showed.
     pub(super) restarts: u64,
     /// Store events whose parent page is unknown.
     pub(super) orphans: u64,
-    /// Store events with a page hash that does not match the page's tokens.
+    /// Store events whose page hash does not match the page's tokens.
     pub(super) mismatches: u64,
-    /// Store events that were rejected, in whole or in part, for another reason.
+    /// Store events that were rejected for another reason, at least in part.
     pub(super) refused: u64,
 }
 
-/// The cache of one DP rank and the state of its event stream.
 #[derive(Debug)]
 pub(super) struct RankCache {
     page_tokens: u32,
-    /// The pages that the rank's pools hold.
     pool_pages: TierPages,
     sequencer: Sequencer<Vec<u8>>,
-    /// Checks the page hashes of store events.
     verifier: Verifier,
     pages: Pages,
-    /// The number of resident blocks on the device and on the host, in this order.
+    /// The device first, then the host.
     resident_blocks: [u64; 2],
-    /// Whether the first replay has ended or was given up. From then on, each message that the
-    /// engine sent before the agent connected is either applied or known to be lost.
+    /// True also if the first replay was given up. From then on, each message from before the
+    /// connection is either applied or known to be lost.
     is_first_replay_over: bool,
-    /// Whether pages may be resident that the rank doesn't know, because messages were lost.
-    /// Becomes false when an event says that the engine's cache was emptied (a republished radix
-    /// tree begins with such an event), when as many pages were stored since the loss as the pools
-    /// hold, when the engine restarts, and with a new connection.
+    /// Messages were lost, so unknown pages may be resident. Becomes false when an event says that
+    /// the cache was emptied (a republished radix tree begins so), when as many pages were stored
+    /// since the loss as the pools hold, when the engine restarts, and with a new connection.
     has_unknown_pages: bool,
-    /// The numbers of pages that the engine has stored since messages were lost.
     pages_stored_since_loss: TierPages,
     counts: Counts,
-    /// The latest reason why pages were rejected, until [`RankCache::take_rejection`].
     last_rejection: Option<String>,
 }
 
 impl RankCache {
-    /// Creates the state of a rank with an empty cache. A page has `page_tokens` tokens, and the
-    /// rank's pools hold `pool_pages`.
     pub(super) fn new(
         page_tokens: u32,
         pool_pages: TierPages,
@@ -112,8 +89,7 @@ impl RankCache {
         })
     }
 
-    /// Forgets all pages and the message sequence, because a new connection may lead to another
-    /// engine process. Requests a replay.
+    /// A new connection may lead to another engine process.
     pub(super) fn reset_for_connection(&mut self) -> Vec<RankStep> {
         self.sequencer = Sequencer::default();
         self.forget_pages();
@@ -122,7 +98,6 @@ impl RankCache {
         self.handle_sequencer_steps(steps)
     }
 
-    /// Takes a message that came from the subscription.
     pub(super) fn take_live(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_live(number, message);
         let mut steps = self.handle_sequencer_steps(steps);
@@ -134,19 +109,17 @@ impl RankCache {
         steps
     }
 
-    /// Takes a message that came as part of a replay.
     pub(super) fn take_replayed(&mut self, number: u64, message: Vec<u8>) -> Vec<RankStep> {
         let steps = self.sequencer.take_replayed(number, message);
         self.handle_sequencer_steps(steps)
     }
 
-    /// Handles the end of a replay. If no replay socket exists, the caller calls this at once.
     pub(super) fn end_replay(&mut self) -> Vec<RankStep> {
         let steps = self.sequencer.end_replay();
         self.finish_replay(steps)
     }
 
-    /// Handles a replay that stopped without its end marker.
+    /// The replay stopped without its end marker.
     pub(super) fn handle_replay_timeout(&mut self) -> Vec<RankStep> {
         let steps = self.sequencer.handle_replay_timeout();
         self.finish_replay(steps)
@@ -156,39 +129,33 @@ impl RankCache {
         let mut steps = self.handle_sequencer_steps(steps);
         if !self.is_first_replay_over && !self.sequencer.is_replaying() {
             self.is_first_replay_over = true;
-            // An engine always publishes a message at its start. If no message at all came, that
-            // message is lost.
+            // An engine always publishes a message at its start. If none came at all, that one is
+            // lost.
             self.has_unknown_pages |= self.sequencer.is_new();
             steps.push(RankStep::SendSnapshot);
         }
         steps
     }
 
-    /// Asks for a replay after a quiet period, because the engine's latest messages may have been
-    /// lost.
+    /// After a quiet period, the engine's latest messages may have been lost.
     pub(super) fn request_replay(&mut self) -> Vec<RankStep> {
         let steps = self.sequencer.request_replay();
         self.handle_sequencer_steps(steps)
     }
 
-    /// Whether a replay was requested and has not ended.
     pub(super) fn is_replaying(&self) -> bool {
         self.sequencer.is_replaying()
     }
 
-    /// Whether at least one message of the requested replay has come.
     pub(super) fn has_replay_begun(&self) -> bool {
         self.sequencer.has_replay_begun()
     }
 
-    /// Whether pages may be resident that the rank doesn't know. If so, the engine should publish
-    /// its radix tree again.
     pub(super) fn needs_republished_tree(&self) -> bool {
         self.is_first_replay_over && self.has_unknown_pages
     }
 
-    /// Returns everything that is known to be resident, or `None` until the first replay has ended.
-    /// After a loss, the snapshot contains the pages learned since, and has no
+    /// `None` until the first replay has ended. After a loss, the snapshot has no
     /// [`Change::Complete`].
     pub(super) fn snapshot(&self) -> Option<Vec<Change>> {
         if !self.is_first_replay_over {
@@ -206,27 +173,22 @@ impl RankCache {
         Some(changes)
     }
 
-    /// Returns the number of resident blocks by tier.
     pub(super) fn resident_blocks(&self) -> [(Tier, u64); 2] {
         [(Tier::Device, self.resident_blocks[0]), (Tier::Host, self.resident_blocks[1])]
     }
 
-    /// Returns the bytes of memory held for pages.
     pub(super) fn bytes(&self) -> usize {
         self.pages.bytes()
     }
 
-    /// Returns the counts since the last call, and resets them.
     pub(super) fn take_counts(&mut self) -> Counts {
         std::mem::take(&mut self.counts)
     }
 
-    /// Returns why pages were rejected since the last call, if any were.
     pub(super) fn take_rejection(&mut self) -> Option<String> {
         self.last_rejection.take()
     }
 
-    /// Carries out the sequencer's steps, and returns those that are left to the caller.
     fn handle_sequencer_steps(
         &mut self,
         steps: Vec<sequencer::SequencerStep<Vec<u8>>>,
@@ -258,8 +220,7 @@ impl RankCache {
         rank_steps
     }
 
-    /// Handles lost messages. Forgets all pages, because a lost message may have removed any of
-    /// them.
+    /// A lost message may have removed any page.
     fn handle_loss(&mut self, steps: &mut Vec<RankStep>) {
         self.forget_pages();
         (self.has_unknown_pages, self.pages_stored_since_loss) = (true, TierPages::default());
@@ -272,7 +233,6 @@ impl RankCache {
         self.resident_blocks = [0; 2];
     }
 
-    /// Tells the caller to send a snapshot, unless there is none before the first replay has ended.
     fn push_snapshot_step(&self, steps: &mut Vec<RankStep>) {
         if self.is_first_replay_over {
             steps.push(RankStep::SendSnapshot);
@@ -297,8 +257,8 @@ impl RankCache {
         let is_replaced = stored.device >= pools.device && stored.host >= pools.host;
         let has_relearned = self.has_unknown_pages && is_replaced;
         if has_relearned {
-            // As many pages were stored since the loss as the pools hold. So every page that was
-            // resident before the loss has been evicted.
+            // As many pages were stored since the loss as the pools hold, so every page from before
+            // it has been evicted.
             self.has_unknown_pages = false;
         }
         if self.is_first_replay_over && !changes.is_empty() {
@@ -339,7 +299,6 @@ impl RankCache {
         }
     }
 
-    /// Updates the number of resident blocks.
     fn count_resident(&mut self, changes: &[Change]) {
         let tier_index = |tier: &Tier| usize::from(*tier == Tier::Host);
         for change in changes {
@@ -357,8 +316,8 @@ impl RankCache {
     }
 }
 
-/// Returns the most pages of each tier that are tracked: more than the pools hold, because the
-/// events of an eviction and of what follows it come in any order.
+/// The bound is above the pools' sizes, because the events of an eviction and of what follows it
+/// come in any order.
 fn tracked_pages_max(pool_pages: TierPages) -> TierPages {
     let TierPages { device, host } = pool_pages;
     // The host's pool isn't known of every engine whose events name it.

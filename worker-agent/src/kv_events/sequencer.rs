@@ -1,68 +1,51 @@
 //! Puts the KV event messages of one engine rank in sequence, and detects lost messages. Pure.
 //!
-//! [`Sequencer`] takes numbered messages, and returns [`SequencerStep`]s: messages to apply, replay
-//! requests and losses. Its caller, `rank_cache`, carries out the steps. The sequencer neither
-//! receives messages itself nor looks at their content.
-//!
-//! The engine numbers its messages from 0, and publishes them on a subscription socket. If a queue
-//! on the way is full, messages are lost. The engine keeps its latest messages. When the agent asks
-//! for a *replay*, the engine sends the kept messages again on a separate socket, from a given
-//! number on. Meanwhile new messages continue to come on the subscription. A message from the
-//! subscription is called *live* here.
+//! The engine publishes its messages, numbered from 0, on a subscription (*live*), and sends the
+//! latest ones again on a separate socket when the agent asks for a *replay*, from a given number
+//! on.
 
 use std::collections::BTreeMap;
 
-/// The maximum number of messages held while an earlier message is missing. A busy engine takes at
-/// least a second to send that many. If more are held, the missing messages count as lost.
+/// A busy engine takes at least a second to send that many. If more are held, the missing messages
+/// count as lost.
 const HELD_MESSAGES_MAX: usize = 256;
 
-/// An action for the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SequencerStep<T> {
-    /// Apply the message.
     Apply(T),
-    /// Ask the publisher to send all messages again from this number on.
+    /// All messages from this number on are needed again.
     RequestReplay(u64),
     /// The messages `from..to` are lost for good.
     Lost {
-        /// The number of the first lost message.
         from: u64,
-        /// The number of the first message after the lost ones.
+        /// Excluded.
         to: u64,
     },
-    /// The engine has restarted: forget all that the previous process published.
+    /// All that the previous process published must be forgotten.
     Restarted,
 }
 
-/// State of one message sequence.
-///
-/// A message number that is too low shows that the engine has restarted. If the caller learns of a
-/// restart in another way, it must begin with a new sequencer.
+/// A number that is too low shows that the engine has restarted. A caller that learns of a restart
+/// in another way must begin with a new sequencer.
 #[derive(Debug)]
 pub struct Sequencer<T> {
-    /// The number of the next message to apply.
     next_to_apply: u64,
     /// The lowest number that the next live message can have.
     next_live_min: u64,
-    /// Messages that can't be applied yet, because an earlier message is missing.
+    /// These wait for an earlier message.
     held_messages: BTreeMap<u64, T>,
-    /// The replay that was requested and has not ended.
     replay: Option<PendingReplay>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct PendingReplay {
-    /// The number from which the messages were requested.
     from: u64,
-    /// Whether a message was known to be missing at the time of the request, because a later
-    /// message was held. If so, the engine had sent the missing message before the request. Then
-    /// the replay contains that message, unless the engine no longer has it.
+    /// A later message was held at the time of the request. So the engine had sent the missing
+    /// message before, and the replay contains it, unless the engine no longer has it.
     is_for_known_gap: bool,
-    /// Whether at least one message of the replay has come.
     has_begun: bool,
-    /// The number of the first message after a gap inside the replay; `None` if there is no gap. A
-    /// publisher's socket that can't keep up drops messages of the replay. The publisher still has
-    /// these messages, so they can be requested again.
+    /// A publisher's socket that can't keep up drops messages of the replay. The publisher still
+    /// has them, so they can be requested again.
     first_after_gap: Option<u64>,
 }
 
@@ -73,12 +56,10 @@ impl<T> Default for Sequencer<T> {
 }
 
 impl<T> Sequencer<T> {
-    /// Takes a message that came from the subscription.
     pub fn take_live(&mut self, number: u64, message: T) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         if number < self.next_live_min {
-            // A publisher's numbers only grow, so a lower number means that the engine counts from
-            // 0 again.
+            // A publisher's numbers only grow, so the engine counts from 0 again.
             *self = Self::default();
             steps.push(SequencerStep::Restarted);
         }
@@ -99,31 +80,27 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    /// Requests a replay although no message is known to be missing. The caller does this at the
-    /// start and after a quiet period.
+    /// The caller does this at the start and after a quiet period.
     pub fn request_replay(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         self.begin_replay(&mut steps);
         steps
     }
 
-    /// Whether no message was ever applied or lost.
     pub fn is_new(&self) -> bool {
         self.next_to_apply == 0
     }
 
-    /// Whether a replay was requested and has not ended.
     pub fn is_replaying(&self) -> bool {
         self.replay.is_some()
     }
 
-    /// Whether at least one message of the requested replay has come.
     pub fn has_replay_begun(&self) -> bool {
         self.replay.is_some_and(|replay| replay.has_begun)
     }
 
-    /// Takes a message that came as part of a replay. A replay is in order. So if its first message
-    /// has a higher number than requested, the publisher no longer has the messages before it.
+    /// If a replay's first message has a higher number than requested, the publisher no longer has
+    /// the messages before it.
     pub fn take_replayed(&mut self, number: u64, message: T) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         let Some(replay) = &mut self.replay else { return steps };
@@ -143,14 +120,13 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    /// Handles the end of a replay. If no replay socket exists, the caller calls this at once.
+    /// The caller calls this at once if there is no replay socket.
     pub fn end_replay(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         let Some(replay) = self.replay.take() else { return steps };
         if let Some(number) = replay.first_after_gap {
             if replay.from == self.next_to_apply {
-                // This replay brought no message that could be applied, so the messages that it
-                // left out are lost.
+                // This replay brought nothing that could be applied, so what it left out is lost.
                 let lost_to = self.first_held_number().map_or(number, |held| held.min(number));
                 self.skip_lost(lost_to, &mut steps);
             }
@@ -158,8 +134,8 @@ impl<T> Sequencer<T> {
             return steps;
         }
         if let Some(number) = self.first_held_number() {
-            // If the replay was not for a gap, the engine may have sent the missing message after
-            // the request, so a further replay can still bring it.
+            // Otherwise the engine may have sent the missing message after the request, so a
+            // further replay can still bring it.
             if replay.is_for_known_gap && replay.from == self.next_to_apply {
                 self.skip_lost(number, &mut steps);
             }
@@ -170,8 +146,8 @@ impl<T> Sequencer<T> {
         steps
     }
 
-    /// Handles a replay that stopped without its end marker. Requests the rest of it. If the replay
-    /// brought no message that could be applied, handles it as if the end marker had come.
+    /// Requests the rest of the replay, or handles it as ended if it brought nothing that could be
+    /// applied.
     pub fn handle_replay_timeout(&mut self) -> Vec<SequencerStep<T>> {
         let mut steps = vec![];
         if self.replay.is_none_or(|replay| replay.from == self.next_to_apply) {
@@ -186,15 +162,13 @@ impl<T> Sequencer<T> {
         self.held_messages.first_key_value().map(|(number, _)| *number)
     }
 
-    /// Reports the messages from the next one to apply up to `to` (excluded) as lost, and continues
-    /// with message `to`.
+    /// `to` is the first message that isn't lost.
     fn skip_lost(&mut self, to: u64, steps: &mut Vec<SequencerStep<T>>) {
         steps.push(SequencerStep::Lost { from: self.next_to_apply, to });
         self.next_to_apply = to;
         self.apply_held(steps);
     }
 
-    /// Applies the held messages up to the next gap.
     fn apply_held(&mut self, steps: &mut Vec<SequencerStep<T>>) {
         while let Some(message) = self.held_messages.remove(&self.next_to_apply) {
             steps.push(SequencerStep::Apply(message));
@@ -202,7 +176,6 @@ impl<T> Sequencer<T> {
         }
     }
 
-    /// Requests a replay from the next message to apply, unless a replay is in progress.
     fn begin_replay(&mut self, steps: &mut Vec<SequencerStep<T>>) {
         if self.replay.is_none() {
             let is_for_known_gap = !self.held_messages.is_empty();

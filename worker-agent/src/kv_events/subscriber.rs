@@ -1,11 +1,6 @@
 //! Follows one engine rank's publisher of KV events, and writes the changes to the watchers' log.
 //!
-//! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds.
-//! `kv_events.rs` starts one task with a [`Subscriber`] for each rank. The task connects to the
-//! publisher over `zmtp`, receives messages, requests a *replay* (lost messages, sent again) and
-//! connects again after an error. It passes the messages to [`RankCache`], which makes all
-//! decisions about them, and carries out the steps that [`RankCache`] returns. The changes go to
-//! `event_log`, from which `watch` sends them to the watchers.
+//! [`RankCache`] makes all decisions about the messages.
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
@@ -23,52 +18,41 @@ use super::{
     zmtp::{Connection, Endpoint, Error, SocketType},
 };
 
-/// The first pause before connecting again. The pause doubles after each failure.
+/// The pause doubles after each failure.
 const RETRY_MIN: Duration = Duration::from_millis(100);
-/// The longest pause before connecting again.
 const RETRY_MAX: Duration = Duration::from_secs(5);
-/// The time limit for the first message of a replay. A publisher looks for replay requests between
-/// messages, at least every 100 ms.
+/// A publisher looks for replay requests between messages, at least every 100 ms.
 const REPLAY_START_MAX: Duration = Duration::from_secs(5);
-/// The time limit for each further message of a replay. The publisher sends a replay without
-/// pauses, so a replay that pauses for longer has lost messages.
+/// The publisher sends a replay without pauses, so one that pauses for longer has lost messages.
 const REPLAY_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// After a connection that lasted longer than this, the pause is [`RETRY_MIN`] again.
+/// A connection that lasted so long resets the pause to [`RETRY_MIN`].
 const LASTING_CONNECTION_MIN: Duration = Duration::from_secs(30);
-/// After this long without a message, the agent requests a replay, to learn whether the latest
-/// messages were lost.
+/// A replay after this silence tells whether the latest messages were lost.
 const QUIET_MAX: Duration = Duration::from_secs(2);
-/// The message number that marks the end of a replay.
+/// In place of a message number, this marks the end of a replay.
 const REPLAY_END: [u8; 8] = [0xff; 8];
 
-/// The addresses at which a rank publishes, for one subscriber.
 #[derive(Debug)]
 pub(super) struct RankAddresses {
     pub(super) dp_rank: u32,
-    /// The publisher's address.
     pub(super) address: Endpoint,
-    /// The address of the socket that answers replay requests.
+    /// Answers replay requests.
     pub(super) replay_address: Option<Endpoint>,
-    /// The topic to subscribe to.
     pub(super) topic: String,
 }
 
-/// Follows the KV events of one rank, and answers snapshot requests of its watchers.
 pub(super) struct Subscriber {
     pub(super) addresses: RankAddresses,
     pub(super) rank: RankCache,
     pub(super) shared: Arc<Shared>,
     pub(super) snapshot_requests: mpsc::Receiver<oneshot::Sender<RankSnapshot>>,
-    /// When the shim was last asked to publish the engine's radix tree again.
     tree_requested_at: Option<Instant>,
-    /// When a replay was last requested, or when its latest message came.
+    /// When a replay was last requested, or its latest message came.
     replay_active_at: Instant,
-    /// Whether rejected events were logged.
     has_warned: bool,
 }
 
-/// Answers snapshot requests with `why`, the reason why no resident blocks are known. Returns when
-/// no further request can come.
+/// Returns when no further request can come.
 pub(super) async fn answer_unknown(
     why: &str,
     shared: &Shared,
@@ -101,7 +85,6 @@ impl Subscriber {
         }
     }
 
-    /// Follows the publisher until no further snapshot request can come.
     pub(super) async fn run(mut self) {
         let mut pause = RETRY_MIN;
         loop {
@@ -126,8 +109,8 @@ impl Subscriber {
             self.shared.metrics.remove_rank(dp_rank);
             self.shared.log.append(dp_rank, EntryContent::Reset);
             let unknown = answer_unknown(&why, &self.shared, &mut self.snapshot_requests);
-            // While the agent is disconnected, watchers get the reason. If `answer_unknown` ends
-            // before the timeout, no further request can come.
+            // Watchers get the reason meanwhile. If `answer_unknown` ends before the timeout, no
+            // further request can come.
             if tokio::time::timeout(pause, unknown).await.is_ok() {
                 return;
             }
@@ -135,13 +118,12 @@ impl Subscriber {
         }
     }
 
-    /// Connects to the publisher and, if it has one, to its replay socket.
     async fn connect(&self) -> Result<(Connection, Option<Connection>), Error> {
         let mut event_socket = Connection::open(&self.addresses.address, SocketType::Sub).await?;
         event_socket.subscribe(self.addresses.topic.as_bytes()).await?;
         let Some(address) = &self.addresses.replay_address else { return Ok((event_socket, None)) };
         // The engine states the replay socket's port but not its host, so connecting may fail. Then
-        // the agent goes on without replays, and messages that it missed are lost.
+        // messages that the agent misses are lost.
         let replay_socket = Connection::open(address, SocketType::Dealer).await;
         let replay_socket = replay_socket.inspect_err(|error| {
             let dp_rank = self.addresses.dp_rank;
@@ -150,8 +132,7 @@ impl Subscriber {
         Ok((event_socket, replay_socket.ok()))
     }
 
-    /// Follows one connection. Returns `Continue` with the error that ended it, or `Break` when no
-    /// further snapshot request can come.
+    /// Returns `Break` when no further snapshot request can come.
     async fn follow(
         &mut self,
         mut event_socket: Connection,
@@ -162,8 +143,7 @@ impl Subscriber {
         if let Err(error) = self.carry_out(steps, &mut replay_socket).await {
             return ControlFlow::Continue(error);
         }
-        // When the latest message came. `None` after a quiet period has led to a replay request,
-        // until the next message comes. So one quiet period leads to only one replay.
+        // `None` after a quiet period, so that one leads to only one replay.
         let mut last_message_at = Some(Instant::now());
         loop {
             let deadline = self.replay_deadline(last_message_at);
@@ -205,7 +185,7 @@ impl Subscriber {
                     self.request_tree();
                     continue;
                 }
-                // A shim may have connected since the last request. Request the tree at once.
+                // A shim may have connected since the last request.
                 true = shim.changed(), if tree_request_at.is_some() => {
                     self.tree_requested_at = None;
                     continue;
@@ -221,8 +201,7 @@ impl Subscriber {
         }
     }
 
-    /// Returns when the present replay is overdue. If no replay is in progress, returns when one
-    /// must be requested, because no message came for [`QUIET_MAX`].
+    /// The time when the present replay is overdue, or one must be requested after [`QUIET_MAX`].
     fn replay_deadline(&self, last_message_at: Option<Instant>) -> Option<Instant> {
         match self.rank.is_replaying() {
             true if self.rank.has_replay_begun() => Some(self.replay_active_at + REPLAY_PAUSE_MAX),
@@ -234,12 +213,10 @@ impl Subscriber {
     fn answer_snapshot_request(&mut self, reply: oneshot::Sender<RankSnapshot>) {
         let not_yet_known = || "the engine's KV events are being read".to_owned();
         let changes = self.rank.snapshot().ok_or_else(not_yet_known);
-        // Only this task appends changes of this rank to the log. So no such change can come
-        // between the snapshot and the reading of the entry number.
+        // Only this task appends changes of this rank to the log, so none comes in between.
         let _ = reply.send(RankSnapshot { changes, next_entry: self.shared.log.next_number() });
     }
 
-    /// Carries out the steps that a rank returns.
     async fn carry_out(
         &mut self,
         steps: Vec<RankStep>,
@@ -271,14 +248,12 @@ impl Subscriber {
         Ok(())
     }
 
-    /// Returns the time from which the radix tree may be requested again.
     fn next_tree_request_at(&self) -> Instant {
         let interval = self.shared.republish_interval;
         self.tree_requested_at.map_or_else(Instant::now, |requested_at| requested_at + interval)
     }
 
-    /// Asks the shim to publish the engine's radix tree again. The tree arrives as normal KV
-    /// events.
+    /// The tree arrives as normal KV events.
     fn request_tree(&mut self) {
         let dp_rank = self.addresses.dp_rank;
         self.tree_requested_at = Some(Instant::now());
@@ -296,8 +271,7 @@ impl Subscriber {
     }
 }
 
-/// Returns the number and the payload of a replay's next message, or `None` at the replay's end.
-/// Without a replay socket, never returns.
+/// Never returns without a replay socket.
 async fn next_replayed(
     replay_socket: &mut Option<Connection>,
 ) -> Result<Option<(u64, Vec<u8>)>, Error> {
@@ -314,7 +288,7 @@ async fn next_replayed(
     split_message(frames).map(Some)
 }
 
-/// Returns the number and the payload of a message with the frames topic, number, payload.
+/// The frames are topic, number, payload.
 #[expect(clippy::needless_pass_by_value, reason = "frames end here, and their buffer with them")]
 fn split_message(frames: Vec<Bytes>) -> Result<(u64, Vec<u8>), Error> {
     let [_, number, payload] = &frames[..] else { return Err(Error::Frame) };

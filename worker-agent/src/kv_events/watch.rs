@@ -1,10 +1,6 @@
 //! Streams the engine's resident blocks to one watcher: a snapshot, then all changes.
 //!
-//! A *watcher* is a router that receives all changes of the blocks that the engine's cache holds.
-//! `kv_events.rs` starts one task with [`serve_watcher`] for each watcher. The changes come from
-//! `event_log`, which all watchers share, and the snapshots from the ranks' tasks (`subscriber`).
-//! The messages have a bounded size. A watcher's task holds no data of its own except the snapshot
-//! that it is sending.
+//! A watcher's task holds no data of its own except the snapshot that it is sending.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -22,46 +18,38 @@ use super::{
     event_log::{EntryContent, LogEntry, RankSnapshot},
 };
 
-/// The maximum bytes of a message, envelope included.
+/// Includes the envelope.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
-/// The maximum bytes of the changes in a message, which leaves 1 KiB for the envelope.
+/// Leaves 1 KiB for the envelope.
 const CHANGES_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 1024;
-/// How long a watcher may take no message before it is disconnected. While its snapshot is sent, it
-/// occupies one of the few snapshot permits, for which other watchers wait.
+/// While its snapshot is sent, a watcher has one of the few permits, for which others wait.
 const SEND_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// The stream has ended, because the watcher has gone or was disconnected.
 struct StreamEnded;
 
-/// The sending half of one watcher's stream.
 struct EventSender {
     sender: mpsc::Sender<Result<v1::KvEvent, Status>>,
-    /// Closes the watcher's connection.
     close_order: CancellationToken,
-    /// Identifies this process of the agent.
     epoch: u64,
-    /// The sequence number of the next message.
     sequence: u64,
 }
 
-/// Serves one watcher until it goes or is too slow.
 pub(super) async fn serve_watcher(epoch: u64, shared: &Shared, watcher: NewWatcher) {
     let NewWatcher { sender, close_order } = watcher;
     let mut events = EventSender { sender, close_order, epoch, sequence: 0 };
     shared.metrics.add_watchers(1);
-    // The stream's last message has told the watcher the reason, unless the watcher has gone.
+    // The last message has told the watcher the reason, unless it has gone.
     let Err(StreamEnded) = stream_changes(shared, &mut events).await;
     shared.metrics.add_watchers(-1);
 }
 
-/// Sends the ranks' snapshots and then all changes of the log, until the stream ends.
 async fn stream_changes(
     shared: &Shared,
     events: &mut EventSender,
 ) -> Result<std::convert::Infallible, StreamEnded> {
     let mut entry_number = shared.log.next_number();
     let mut new_entries = shared.log.subscribe();
-    // For each rank: the number of the first log entry that is newer than the latest snapshot sent.
+    // By rank: the first log entry that is newer than the latest snapshot sent.
     let mut first_newer_entries = HashMap::new();
     for dp_rank in (0..).take(shared.log.rank_count()) {
         send_snapshot(shared, events, dp_rank, &mut first_newer_entries).await?;
@@ -81,7 +69,7 @@ async fn stream_changes(
             continue;
         };
         let LogEntry { dp_rank, content } = &*entry;
-        // The snapshot already contains the entries before its first newer entry.
+        // The snapshot already contains the earlier entries.
         if first_newer_entries.get(dp_rank).is_none_or(|first| *first <= entry_number) {
             match content {
                 EntryContent::Reset => {
@@ -96,9 +84,7 @@ async fn stream_changes(
     }
 }
 
-/// Sends a snapshot of one rank, and notes in `first_newer_entries` the first log entry that is
-/// newer than the snapshot. Sends nothing if the rank is being replaced, because a reset of the
-/// rank then follows in the log.
+/// Sends nothing if the rank is being replaced: a reset of the rank then follows in the log.
 async fn send_snapshot(
     shared: &Shared,
     events: &mut EventSender,
@@ -120,7 +106,6 @@ async fn send_snapshot(
 }
 
 impl EventSender {
-    /// Sends changes, in as many messages as they need.
     async fn send_all(
         &mut self,
         dp_rank: u32,
@@ -145,14 +130,12 @@ impl EventSender {
         self.send_item(Ok(event)).await
     }
 
-    /// Ends the stream with the error `why` as its last message.
     async fn end_with(&self, why: &'static str) -> StreamEnded {
-        // If the watcher doesn't take the message, its connection is closed.
         let _ = self.send_item(Err(Status::resource_exhausted(why))).await;
         StreamEnded
     }
 
-    /// Sends an item of the stream. Closes the watcher's connection if the watcher takes nothing.
+    /// Closes the watcher's connection if the watcher takes nothing.
     async fn send_item(&self, item: Result<v1::KvEvent, Status>) -> Result<(), StreamEnded> {
         match timeout(SEND_TIME_MAX, self.sender.send(item)).await {
             Ok(sent) => sent.map_err(|_| StreamEnded),
@@ -166,9 +149,8 @@ impl EventSender {
     }
 }
 
-/// Splits a change into parts that each fit into a message.
 fn split_change(change: Change) -> Vec<Change> {
-    // Each hash has eight bytes. The space of 16 hashes is left for the change's other fields.
+    // Each hash has eight bytes. The space of 16 is left for the change's other fields.
     const PART_BLOCKS_MAX: usize = CHANGES_BYTES_MAX / size_of::<u64>() - 16;
     match change {
         Change::Stored { tier, parent, blocks } if blocks.len() > PART_BLOCKS_MAX => {

@@ -1,63 +1,45 @@
 //! Measures how many prompt tokens a rank of the engine computes per second (its prefill rate).
 //!
-//! The engine has two counters: the prompt tokens it has computed, and the time it took for them.
-//! The agent samples both periodically. For each interval between two samples, this module adds the
-//! tokens to one sum and the time to another. The rate is the tokens' sum divided by the time's
-//! sum. When the sums get large, both are scaled down, so old intervals lose weight.
-//!
-//! The parent module passes the samples in, and load reports tell routers the rate. The rate is
-//! meant for long prompts: every forward pass has a fixed cost, so short prompts look slow. In the
-//! sums, an interval with more tokens has more weight. This module does no I/O and reads no clock.
+//! The sums of tokens and times over all samples are scaled down when they get large, so old
+//! intervals lose weight. The rate is meant for long prompts: every forward pass has a fixed cost,
+//! so short prompts look slow, and an interval with more tokens has more weight. No I/O, no clock.
 
 use std::time::Instant;
 
 use proto::count::COUNT_MAX;
 
-/// An interval with fewer tokens is ignored, because it measures mostly the fixed cost of a pass.
-/// At 20,000 tokens/s, 256 tokens take 13 ms, and the fixed cost may be 10 ms.
+/// Fewer tokens measure mostly the fixed cost of a pass. At 20,000 tokens/s, 256 tokens take 13 ms,
+/// and the fixed cost may be 10 ms.
 const INTERVAL_TOKENS_MIN: u64 = 256;
-/// The rate is not reported before this many tokens were measured. So one disturbed short interval
-/// doesn't determine the rate alone.
+/// One disturbed short interval must not determine the rate alone.
 const REPORTED_TOKENS_MIN: u64 = 1024;
-/// The rate is not reported before this many intervals were measured. An engine's first prompt may
-/// take ten times as long as others, because the engine compiles kernels meanwhile.
+/// An engine's first prompt may take ten times as long as others, because the engine compiles
+/// kernels meanwhile.
 const REPORTED_INTERVALS_MIN: u32 = 2;
-/// Until this many tokens were measured, the engine may still be warming up: an interval that is
-/// [`WARM_UP_FACTOR`] times as fast as those before it replaces them.
+/// Until then, the engine may be warming up: an interval that is [`WARM_UP_FACTOR`] times as fast
+/// as those before it replaces them.
 const WARM_UP_TOKENS: u64 = 1 << 15;
-/// See [`WARM_UP_TOKENS`].
 const WARM_UP_FACTOR: u128 = 2;
-/// The largest sum of tokens that is kept. When the sum gets larger, both sums are scaled down, so
-/// that the tokens' sum is this number again. An interval loses weight as more tokens are measured:
-/// after this many tokens, its weight is about a third. The sum is as large as a few long prompts,
-/// so a single prompt doesn't determine the rate.
+/// After this many tokens, an interval's weight is about a third. These are a few long prompts, so
+/// that a single one doesn't determine the rate.
 const TOKENS_SUM_MAX: u64 = 1 << 17;
-/// Femtoseconds per microsecond. The engine counts microseconds. The time's sum is kept in
-/// femtoseconds, because scaling rounds it. In this unit, the rounding changes the rate by less
-/// than one token per second.
+/// The engine counts microseconds. Scaling rounds the time's sum: in femtoseconds, that changes the
+/// rate by less than one token per second.
 const FS_PER_US: u128 = 1_000_000_000;
 
-/// The prefill rate of one rank.
 #[derive(Debug, Clone, Default)]
 pub struct PrefillRate {
-    /// The engine's counters at the newest sample: tokens and microseconds. `None` before the first
-    /// sample.
+    /// Tokens and microseconds at the newest sample.
     last_counters: Option<(u64, u64)>,
-    /// The sum of the intervals' tokens, at most [`TOKENS_SUM_MAX`].
     tokens_sum: u64,
-    /// The sum of the engine's times for these tokens, in femtoseconds.
     busy_fs_sum: u128,
-    /// Number of intervals measured since the engine started, up to [`REPORTED_INTERVALS_MIN`].
     intervals: u32,
-    /// Tokens of all intervals measured since the engine started, up to [`WARM_UP_TOKENS`].
     measured_tokens: u64,
-    /// When the newest interval in the sums ended; `None` if the sums are 0.
     measured_at: Option<Instant>,
 }
 
 impl PrefillRate {
-    /// Adds the interval from the previous sample to this one. If a counter has decreased, the
-    /// engine was restarted, and the sums start again at 0.
+    /// If a counter has decreased, the engine was restarted, and the sums start again at 0.
     pub fn record_sample(&mut self, sampled_at: Instant, tokens_total: u64, busy_us_total: u64) {
         let counters = (tokens_total, busy_us_total);
         let last_counters = self.last_counters.replace(counters);
@@ -78,15 +60,14 @@ impl PrefillRate {
         }
         self.intervals = (self.intervals + 1).min(REPORTED_INTERVALS_MIN);
         self.measured_tokens = self.measured_tokens.saturating_add(tokens).min(WARM_UP_TOKENS);
-        // A mean of the intervals' rates would be wrong. The engine measures a pass from the moment
-        // when its scheduler noticed the end of the previous pass. If the scheduler notices an end
-        // late, that pass gets too much time, and the next pass gets almost none. In the sums, the
-        // two errors cancel out.
+        // A mean of the intervals' rates would be wrong. If the engine's scheduler notices the end
+        // of a pass late, that pass gets too much time, and the next one almost none. In the sums,
+        // the two errors cancel out.
         self.tokens_sum = self.tokens_sum.saturating_add(tokens);
         self.busy_fs_sum = self.busy_fs_sum.saturating_add(u128::from(busy_us) * FS_PER_US);
         if self.tokens_sum > TOKENS_SUM_MAX {
             let scaled_fs = self.busy_fs_sum.saturating_mul(u128::from(TOKENS_SUM_MAX));
-            // The time is rounded up, so that the rate is never reported too high.
+            // Rounded up, so that the rate is never reported too high.
             self.busy_fs_sum = scaled_fs.div_ceil(u128::from(self.tokens_sum));
             self.tokens_sum = TOKENS_SUM_MAX;
         }
@@ -94,8 +75,6 @@ impl PrefillRate {
         debug_assert!(self.is_sound(), "{self:?}");
     }
 
-    /// Returns the rate in tokens per second, at least 1, and when it was last measured. Returns
-    /// `None` until enough tokens were measured.
     #[must_use]
     pub fn tokens_per_s(&self) -> Option<(u64, Instant)> {
         if self.tokens_sum < REPORTED_TOKENS_MIN || self.intervals < REPORTED_INTERVALS_MIN {
@@ -105,7 +84,6 @@ impl PrefillRate {
         Some((u64::try_from(rate).unwrap_or(COUNT_MAX).clamp(1, COUNT_MAX), self.measured_at?))
     }
 
-    /// Whether the intervals so far were much slower than one of so many tokens and microseconds.
     fn was_slower(&self, tokens: u64, busy_us: u64) -> bool {
         let busy_fs = u128::from(busy_us) * FS_PER_US;
         let so_far = self.busy_fs_sum.saturating_mul(tokens.into());

@@ -1,10 +1,8 @@
 //! Checks whether decode engines can reach a prefill engine's bootstrap server.
 //!
-//! A prefill engine computes prompts and hands their KV to decode engines, which find it through
-//! its bootstrap server, on a port of its own. An engine that answers `/health` and whose bootstrap
-//! port accepts no connection can't hand over anything. `engine_monitor` probes the port with its
-//! samples; until the first probe has succeeded, and after one that failed, the engine counts as
-//! unhealthy.
+//! Decode engines find the KV of prompts through this server. An engine that answers `/health` and
+//! whose bootstrap port accepts no connection can't hand over anything. Until a first probe has
+//! succeeded, and after one that failed, the engine counts as unhealthy.
 
 use std::time::{Duration, Instant};
 
@@ -14,23 +12,19 @@ use super::{AgentHandle, EngineNews};
 use crate::engine::EngineInfo;
 use proto::load::EngineRole;
 
-/// The time between two probes. Routers learn of a dead bootstrap server after this time at most.
+/// Routers learn of a dead bootstrap server after this time at most.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// The longest wait for a connection on this host.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
 
-/// Probes the bootstrap port of one engine process.
 #[derive(Debug)]
 pub(super) struct BootstrapProbe {
-    /// Host and port; `None` if the engine has no bootstrap server.
     address: Option<(String, u16)>,
     next_at: Option<Instant>,
-    /// What was reported last; `None` before the first probe.
+    /// `None` before the first probe.
     reported: Option<Result<(), String>>,
 }
 
 impl BootstrapProbe {
-    /// Creates the probe of the engine that is described. `host` is the engine's host.
     pub(super) fn new(info: &EngineInfo, host: &str) -> Self {
         let transfer = info.facts.transfer.as_ref();
         let transfer = transfer.filter(|_| info.facts.role() == EngineRole::Prefill);
@@ -38,7 +32,7 @@ impl BootstrapProbe {
         Self { address, next_at: None, reported: None }
     }
 
-    /// Probes the port if that is due at `now`, and reports a result that is another than before.
+    /// A result is only reported if it is another than before.
     pub(super) async fn check(&mut self, now: Instant, owner: &AgentHandle) {
         let Some((host, port)) = &self.address else { return };
         if self.next_at.is_some_and(|next_at| now < next_at) {
@@ -60,7 +54,6 @@ impl BootstrapProbe {
     }
 }
 
-/// Returns the reason for which the engine is unhealthy.
 fn describe(host: &str, port: u16, why: &str) -> String {
     format!(
         "the engine's bootstrap server at {host}:{port} takes no connection, so it can hand over \

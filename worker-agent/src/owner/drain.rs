@@ -1,13 +1,7 @@
 //! Keeps the state of a drain, in which the agent finishes its turns and leaves its sessions.
 //!
-//! A turn is one request and its answer. An operator may drain an agent that goes on: it reports
-//! that it drains, so that routers place no new sessions there, and serves what still comes.
-//!
-//! The owner task begins a drain when the agent stops, and calls [`Drain::advance`] after each
-//! message. The session table refuses new turns. It closes each session when its last turn has
-//! ended, or leaves all open for the next agent process. This module decides when the turns that
-//! still run are aborted, and when nothing is left to wait for. The owner task makes the aborts,
-//! and hands over.
+//! This module only decides; the owner task makes the aborts, and hands over. An operator's drain
+//! lets the agent go on: it serves what still comes.
 
 use std::time::{Duration, Instant};
 
@@ -17,71 +11,56 @@ use tracing::{info, warn};
 use super::Owner;
 use service::clock::now;
 
-/// The interval between aborts of the remaining turns after a drain's grace period. Aborts are
-/// repeated because the engine forgets an abort that arrives before its turn.
+/// Aborts are repeated because the engine forgets one that arrives before its turn.
 const ABORT_INTERVAL: Duration = Duration::from_millis(500);
-/// How long routers have to hear that the agent ends, before its connections do. They must tell a
-/// planned end from a crash: only after the former may a successor take up the sessions.
+/// Routers must tell a planned end from a crash: only after the former may a successor take up the
+/// sessions. So they hear of it before the agent's connections end.
 const NOTICE: Duration = Duration::from_millis(200);
 
-/// The agent's drain.
 pub(super) enum Drain {
-    /// The agent takes turns.
     Serving {
-        /// An operator drains the agent: routers shall place no new sessions here.
+        /// An operator's drain: routers shall place no new sessions here.
         is_drained: bool,
     },
-    /// Turns may run, and closes may be pending.
     Active {
-        /// When the running turns are aborted next. The first time is the end of the grace period.
+        /// The first time is the end of the grace period.
         next_abort_at: Instant,
-        /// What becomes of the sessions.
         ending: Ending,
-        /// The drain is not complete before this time, so that routers hear of it.
+        /// Until this time, the drain is not complete, so that routers hear of it.
         notice_until: Option<Instant>,
-        /// Tells the caller that the drain is complete.
         reply: oneshot::Sender<()>,
     },
-    /// Nothing is left to do. After a hand-over, nothing may be done.
+    /// After a hand-over, nothing may be done.
     Complete(Ending),
 }
 
-/// What becomes of the sessions when the agent ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// They are closed at the engine.
     Close,
-    /// They stay open at the engine, and the next agent process takes them up.
+    /// The sessions stay open at the engine for the next agent process.
     HandOver,
 }
 
-/// What is left of an agent's work, as its newest load report has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrainState {
-    /// Whether the agent drains, or stops.
+    /// True also if the agent stops.
     pub is_draining: bool,
-    /// Turns inside the engine.
     pub turns_running: u32,
-    /// Turns that wait in the agent.
     pub turns_queued: u32,
-    /// Sessions that the agent holds.
     pub sessions: u32,
 }
 
-/// What the owner task must do for its drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DrainStep {
-    /// Nothing yet.
     Wait,
-    /// Abort the running turns, because the grace period has passed.
+    /// The grace period has passed.
     AbortTurns,
-    /// Call [`Drain::complete`], because nothing is left. Before, hand over the sessions if the
-    /// ending is that.
+    /// Call [`Drain::complete`], after handing over the sessions if the ending is that.
     Complete(Ending),
 }
 
 impl Owner {
-    /// Begins a drain. The reply is sent when nothing is left.
+    /// The reply is sent when nothing is left.
     pub(super) fn begin_drain(
         &mut self,
         grace_period: Duration,
@@ -97,7 +76,6 @@ impl Owner {
         self.publish_report(now());
     }
 
-    /// Drains the agent for its operator, or ends that. Returns what is left.
     pub(super) fn set_drained(&mut self, wanted: bool) -> DrainState {
         if self.drain.set_drained(wanted) {
             info!(drained = wanted, "the operator drains the agent, or ends that");
@@ -115,7 +93,6 @@ impl Owner {
 }
 
 impl Drain {
-    /// Begins a drain. Turns may run for `grace_period`.
     pub(super) fn begin(
         now: Instant,
         grace_period: Duration,
@@ -126,18 +103,16 @@ impl Drain {
         Self::Active { next_abort_at: now + grace_period, ending, notice_until, reply }
     }
 
-    /// Whether the agent stops, so that it takes nothing new.
+    /// An agent that stops takes nothing new.
     pub(super) fn has_begun(&self) -> bool {
         !matches!(self, Self::Serving { .. })
     }
 
-    /// Whether routers hear that the agent drains.
     pub(super) fn is_reported(&self) -> bool {
         !matches!(self, Self::Serving { is_drained: false })
     }
 
-    /// Drains the agent for its operator, or ends that. Returns whether that changed anything: an
-    /// agent that stops can't be asked to go on.
+    /// Returns whether that changed anything: an agent that stops can't be asked to go on.
     pub(super) fn set_drained(&mut self, wanted: bool) -> bool {
         match self {
             Self::Serving { is_drained } if *is_drained != wanted => {
@@ -148,12 +123,11 @@ impl Drain {
         }
     }
 
-    /// Whether the sessions are the next agent process's now.
     pub(super) fn has_handed_over(&self) -> bool {
         matches!(self, Self::Complete(Ending::HandOver))
     }
 
-    /// Returns what becomes of the sessions; `None` before a drain, and when it is complete.
+    /// `None` before a drain, and when it is complete.
     pub(super) fn ending(&self) -> Option<Ending> {
         match self {
             Self::Active { ending, .. } => Some(*ending),
@@ -161,7 +135,6 @@ impl Drain {
         }
     }
 
-    /// Returns when [`Self::advance`] must be called next, if no turn or close ends before.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         match self {
             Self::Active { next_abort_at, notice_until, .. } => {
@@ -171,8 +144,7 @@ impl Drain {
         }
     }
 
-    /// Returns what must be done. `pending` is the number of closes that the engine has not
-    /// confirmed, or of sessions that can't be handed over yet.
+    /// `pending` counts unconfirmed closes, or sessions that can't be handed over yet.
     pub(super) fn advance(
         &mut self,
         now: Instant,
@@ -199,7 +171,6 @@ impl Drain {
         DrainStep::AbortTurns
     }
 
-    /// Tells the caller that nothing is left.
     pub(super) fn complete(&mut self) {
         let Some(ending) = self.ending() else { return };
         if let Self::Active { reply, .. } = std::mem::replace(self, Self::Complete(ending)) {

@@ -1,10 +1,8 @@
 //! Makes the owner task's calls to the engine, which open and close sessions and abort turns.
 //!
-//! Each call runs in a separate task, and its result comes back to the owner task as a message.
-//! Every incarnation (one life of a session in the engine) is in the journal before it is opened.
-//! After a crash, the next agent process reads there which sessions it must close.
-//! [`EngineClient`] makes the HTTP calls, and the session table decides what follows for each
-//! session.
+//! Each call runs in a separate task, and its result is a message to the owner task. Every
+//! incarnation is in the journal before it is opened: after a crash, the next agent process reads
+//! there which sessions it must close.
 
 use std::time::{Duration, Instant};
 
@@ -28,21 +26,17 @@ use crate::{
     shim::ShimHandle,
 };
 
-/// How much longer the engine's idle limit for sessions is than the agent's. The engine's limit
-/// only matters if no agent ever returns. The engine counts idle time from the start of a turn, so
-/// the margin is longer than any turn.
+/// The engine's idle limit is so much longer than the agent's, and only matters if no agent ever
+/// returns. The engine counts from the start of a turn, so the margin is longer than any turn.
 const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 
-/// The pause before the shim is asked again about a session whose turn had not ended. After one or
-/// two steps of the engine, the abort of the turn has had its effect.
+/// After one or two steps of the engine, the abort of the turn has had its effect.
 const INSPECTION_PAUSE: Duration = Duration::from_millis(20);
 
-/// The pause before the journal is written again, for example because its disk was full. A write
-/// takes less than a millisecond.
+/// The disk may have been full. A write takes less than a millisecond.
 const JOURNAL_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
-/// A request to a shim for the history of a session; see
-/// [`Effect::Inspect`](crate::session::Effect::Inspect).
+/// See [`Effect::Inspect`](crate::session::Effect::Inspect).
 pub(super) struct Inspection {
     pub(super) dp_rank: u32,
     pub(super) number: u64,
@@ -51,15 +45,12 @@ pub(super) struct Inspection {
     pub(super) is_repeat: bool,
 }
 
-/// The owner task's access to the engine.
 pub(super) struct EngineCalls {
     pub(super) engine: EngineClient,
-    /// The file that lists the open sessions.
     journal: Journal,
-    /// When the journal is written again, and why that failed before; `None` if it is complete.
+    /// `None` if the journal is complete.
     journal_retry: Option<(Instant, String)>,
     metrics: Metrics,
-    /// The owner task's mailbox, which gets the results.
     mailbox: mpsc::Sender<OwnerMessage>,
     tasks: Tasks,
 }
@@ -75,23 +66,20 @@ impl EngineCalls {
         Self { engine, journal, journal_retry: None, metrics, mailbox, tasks }
     }
 
-    /// Writes a record to the journal. What can't be written is written again later.
+    /// What can't be written is written again later.
     pub(super) fn write_journal(&mut self, record: &Record) {
         let result = self.journal.write(record);
         self.note_journal(result);
     }
 
-    /// Returns why the journal lacks a record; `None` if it is complete.
     pub(super) fn journal_problem(&self) -> Option<&str> {
         self.journal_retry.as_ref().map(|(_, reason)| reason.as_str())
     }
 
-    /// Returns when [`Self::retry_journal`] must be called next.
     pub(super) fn next_journal_retry(&self) -> Option<Instant> {
         self.journal_retry.as_ref().map(|(at, _)| *at)
     }
 
-    /// Writes what the journal lacks, if the pause since the last attempt has passed.
     pub(super) fn retry_journal(&mut self, now: Instant) {
         if self.next_journal_retry().is_some_and(|at| at <= now) {
             let result = self.journal.retry();
@@ -123,7 +111,6 @@ impl EngineCalls {
         }
     }
 
-    /// Starts a task that opens an incarnation at the engine.
     pub(super) fn open(&self, incarnation: String, idle_max: Duration) {
         let engine = self.engine.clone();
         self.send_result(async move {
@@ -137,14 +124,12 @@ impl EngineCalls {
         });
     }
 
-    /// Reports that an incarnation was not opened, because the journal lacks a record for `reason`.
     pub(super) fn refuse_open(&self, incarnation: String, reason: String) {
         let result = OpenResult::NotJournaled(reason);
         self.send_result(async { OwnerMessage::OpenResult { incarnation, result } });
     }
 
-    /// Starts a task that closes an incarnation at the engine. With `all_shims_connected`, a shim
-    /// reports later that the session's KV is free, so the task doesn't check that.
+    /// If `all_shims_connected`, a shim reports later that the session's KV is free.
     pub(super) fn close(&self, close_request: CloseRequest, all_shims_connected: bool) {
         let engine = self.engine.clone();
         self.send_result(async move {
@@ -153,7 +138,6 @@ impl EngineCalls {
         });
     }
 
-    /// Starts a task that aborts turns at the engine.
     pub(super) fn abort_turns(&self, rids: Vec<String>) {
         let engine = self.engine.clone();
         self.tasks.spawn(async move {
@@ -163,9 +147,8 @@ impl EngineCalls {
         });
     }
 
-    /// Starts a task that asks a rank's shim for the history of a session. `rid` is a turn that may
-    /// still be inside the engine: the task aborts that turn first, and asks only if the engine has
-    /// taken the abort. If nothing is asked, the session is closed when its deadline passes.
+    /// `rid` may still be inside the engine: it is aborted first, and the shim is asked only if the
+    /// engine has taken the abort. Otherwise the session is closed when its deadline passes.
     pub(super) fn inspect(&self, shims: ShimHandle, inspection: Inspection) {
         let engine = self.engine.clone();
         let Inspection { dp_rank, number, incarnation, rid, is_repeat } = inspection;
@@ -184,8 +167,6 @@ impl EngineCalls {
         });
     }
 
-    /// Writes the state of the sessions for the next agent process. Returns whether that succeeded;
-    /// a failure is logged.
     pub(super) fn hand_over(&mut self, sessions: Vec<HandedSession>) -> bool {
         let count = sessions.len();
         let handover = Handover { at: read_moment(), sessions };
@@ -200,8 +181,7 @@ impl EngineCalls {
         true
     }
 
-    /// Takes up the sessions that the last agent process handed over, closes the others that it
-    /// left open in the engine process `instance`, and begins the journal of this agent process.
+    /// Sessions of the engine process `instance` that were not handed over are closed.
     pub(super) fn take_over(&mut self, table: &mut Table, instance: &str) {
         let is_same_engine = self.journal.is_about(instance);
         let open_incarnations = self.journal.incarnations_left_open(instance);
@@ -228,25 +208,22 @@ impl EngineCalls {
         table.take_over(now(), Legacy { open_incarnations, tags, sessions, age, is_same_engine });
     }
 
-    /// Starts a task that sends the result of a call to the owner task.
     fn send_result(&self, call: impl Future<Output = OwnerMessage> + Send + 'static) {
         let mailbox = self.mailbox.clone();
         self.tasks.spawn(async move {
-            // Sending fails only if the owner task has ended. Then nobody needs the result.
+            // Fails only if the owner task has ended. Then nobody needs the result.
             let _ = mailbox.send(call.await).await;
         });
     }
 }
 
-/// Returns the present moment, by the clocks that the next process can read too.
 fn read_moment() -> Moment {
     Moment { unix_ms: unix_ns() / 1_000_000, boot: BootTime::read() }
 }
 
-/// Aborts a turn at the engine. Returns whether the engine answered; a failure is logged.
 async fn abort_turn(engine: &EngineClient, rid: &str) -> bool {
-    // In the engine, turns of the Responses API have ids with the prefix `resp_`. Which turns these
-    // are isn't known here, so both ids are aborted.
+    // In the engine, turns of the Responses API have this prefix. Which turns these are isn't known
+    // here, so both ids are aborted.
     let responses_rid = format!("resp_{rid}");
     abort(engine, rid).await && abort(engine, &responses_rid).await
 }
@@ -259,8 +236,6 @@ async fn abort(engine: &EngineClient, rid: &str) -> bool {
     result.is_ok()
 }
 
-/// Tries once to close a session at the engine. With `all_shims_connected`, a shim reports later
-/// that the session's KV is free, so the result isn't checked here.
 async fn close_once(
     engine: &EngineClient,
     close_request: &CloseRequest,
@@ -270,8 +245,8 @@ async fn close_once(
     let close_result = |is_gone| if is_gone { CloseResult::Confirmed } else { CloseResult::Kept };
     let shim_reports_end = all_shims_connected && !close_request.is_repeat;
     let result = match (close_request.is_pinned, shim_reports_end) {
-        // Only a pinned session keeps KV of its own between turns, for which the engine may defer
-        // the close. A tag is closed when the engine has answered.
+        // Only a pinned session keeps KV of its own, for which the engine may defer the close. A
+        // tag is closed when the engine has answered.
         (false, _) => {
             engine.close_session(&close_request.incarnation).await.map(|()| CloseResult::Confirmed)
         }
@@ -280,8 +255,7 @@ async fn close_once(
             .abort_and_close(&close_request.incarnation, rid)
             .await
             .map(|()| CloseResult::NotYet),
-        // No report will come, or none came after an earlier attempt. So the engine is asked
-        // whether the session is gone.
+        // No report will come, or none came after an earlier attempt.
         (true, false) => {
             engine.close_and_verify(&close_request.incarnation, rid).await.map(close_result)
         }

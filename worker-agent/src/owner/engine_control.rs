@@ -1,9 +1,7 @@
 //! Keeps what operators and trainers have done to the engine: pauses, released memory, weights.
 //!
-//! The data port tells the owner task before it sends a control call to the engine, and after the
-//! answer. While the engine is paused, lacks its memory or gets other weights, the session table
-//! holds turns back, and the engine counts neither as silent nor as stuck. The rest follows in the
-//! session table: a flush frees the KV of all sessions, and KV of older weights is never continued.
+//! While the engine is paused, lacks its memory or gets other weights, the session table holds
+//! turns back, and the engine counts neither as silent nor as stuck.
 
 use std::{collections::BTreeSet, time::Instant};
 
@@ -15,53 +13,43 @@ use tracing::{info, warn};
 use super::{Error, Owner};
 use crate::engine::control::{ControlOutcome, ControlRequest, WeightsLabel};
 
-/// The kinds of memory that an engine can release.
 const MEMORY_TAGS: [&str; 3] = ["kv_cache", "weights", "cuda_graph"];
 
-/// A finished control call.
 #[derive(Debug)]
 pub(super) struct ControlEnd {
     pub(super) effect: Effect,
     pub(super) request: ControlRequest,
     pub(super) outcome: ControlOutcome,
-    /// The engine's label of its weights after the call, if it was read.
+    /// `None` if the label was not read.
     pub(super) label: Option<WeightsLabel>,
 }
 
-/// What was done to the engine's process.
 #[derive(Debug, Default)]
 pub(super) struct EngineControl {
-    /// Whether the engine was paused through this agent.
+    /// A pause through this agent.
     is_paused: bool,
-    /// Whether a load sample shows that the engine is paused.
+    /// A pause that a load sample shows.
     is_seen_paused: bool,
-    /// Whether an update has begun that must be ended before turns can run.
+    /// An update has begun that must be ended before turns can run.
     is_update_open: bool,
-    /// The number of calls inside the engine that change its weights.
     updates_running: u32,
-    /// The number of calls inside the engine that release its memory.
     releases_running: u32,
-    /// The kinds of memory that the engine has released.
     released: BTreeSet<&'static str>,
     label: Option<WeightsLabel>,
-    /// When the label was set by a control call.
     label_set_at: Option<Instant>,
-    /// The weights, for turns and load reports.
     weights: watch::Sender<Weights>,
 }
 
 impl EngineControl {
-    /// Returns a receiver of the engine's weights.
     pub(super) fn subscribe(&self) -> watch::Receiver<Weights> {
         self.weights.subscribe()
     }
 
-    /// Returns the engine's weights, as they were last published.
     pub(super) fn weights(&self) -> Weights {
         self.weights.borrow().clone()
     }
 
-    /// Returns why the engine runs no turns; `None` if it does.
+    /// `None` if the engine runs turns.
     pub(super) fn hold_reason(&self) -> Option<&'static str> {
         if self.updates_running > 0 || self.is_update_open {
             Some("its weights are being changed")
@@ -77,7 +65,6 @@ impl EngineControl {
         }
     }
 
-    /// Forgets what was done to an engine process that has ended.
     pub(super) fn reset(&mut self) {
         let Self { updates_running, releases_running, .. } = *self;
         let weights = std::mem::take(&mut self.weights);
@@ -85,12 +72,10 @@ impl EngineControl {
         *self = Self { updates_running, releases_running, weights, ..Self::default() };
     }
 
-    /// Notes whether a load sample shows a pause.
     pub(super) fn set_seen_paused(&mut self, is_paused: bool) {
         self.is_seen_paused = is_paused;
     }
 
-    /// Notes a call that is about to be sent.
     fn begin(&mut self, effect: Effect) {
         match effect {
             Effect::Pause => self.is_paused = true,
@@ -106,7 +91,6 @@ impl EngineControl {
         }
     }
 
-    /// Notes the end of a call.
     fn end(&mut self, end: &ControlEnd) {
         let is_done = matches!(end.outcome, ControlOutcome::Done { .. });
         let may_be_done = end.outcome != ControlOutcome::NotDone;
@@ -134,14 +118,14 @@ impl EngineControl {
         }
     }
 
-    /// Notes the label that a control call has left. Returns whether it is a new one.
+    /// Returns whether the label is a new one.
     fn set_label(&mut self, label: WeightsLabel, set_at: Instant) {
         self.label_set_at = Some(set_at);
         self.label = Some(label);
     }
 
-    /// Notes the label that the engine reported when it was asked at `asked_at`. Returns whether
-    /// others than this agent have changed it.
+    /// Returns whether others than this agent have changed the label, by what the engine said at
+    /// `asked_at`.
     fn see_label(&mut self, label: WeightsLabel, asked_at: Instant) -> bool {
         let is_late = self.label_set_at.is_some_and(|set_at| asked_at <= set_at);
         if self.updates_running > 0 || is_late {
@@ -153,7 +137,6 @@ impl EngineControl {
 }
 
 impl Owner {
-    /// Prepares for a control call that is about to be sent to the engine.
     pub(super) fn begin_control(&mut self, effect: Effect) -> Result<(), Error> {
         self.check_usable()?;
         let runs_turns = self.table.rids_inside().next().is_some();
@@ -166,13 +149,11 @@ impl Owner {
         Ok(())
     }
 
-    /// Takes back what was prepared for a control call that is not sent.
     pub(super) fn abandon_control(&mut self, effect: Effect) {
         let (request, outcome) = (ControlRequest::default(), ControlOutcome::NotDone);
         self.end_control(ControlEnd { effect, request, outcome, label: None });
     }
 
-    /// Applies what a control call did to the engine.
     pub(super) fn end_control(&mut self, end: ControlEnd) {
         self.control.end(&end);
         let ControlEnd { effect, request, outcome, label } = end;
@@ -208,7 +189,6 @@ impl Owner {
         }
     }
 
-    /// Handles the engine's label of its weights, which the engine monitor read.
     pub(super) fn handle_weights_label(&mut self, label: WeightsLabel, asked_at: Instant) {
         if self.control.see_label(label, asked_at) {
             warn!("the engine's weights were changed by others");
@@ -216,7 +196,6 @@ impl Owner {
         }
     }
 
-    /// Holds turns back in the session table while the engine runs none.
     pub(super) fn apply_hold(&mut self) {
         let reason = self.control.hold_reason();
         if self.table.hold_reason().map(String::as_str) != reason {
@@ -225,7 +204,6 @@ impl Owner {
         }
     }
 
-    /// Publishes the weights if they have changed.
     pub(super) fn publish_weights(&mut self) {
         let epoch = self.table.weights_epoch();
         let version = self.control.label.as_ref().map_or("", |label| label.version.as_str());

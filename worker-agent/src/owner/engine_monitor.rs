@@ -1,10 +1,6 @@
 //! Polls the engine's state over HTTP and reports it to the owner task, which admits turns.
 //!
-//! When the engine answers, the monitor reads its description, finds the model's tokenizer files,
-//! and then samples the engine's load at a fixed interval. It notices when the engine no longer
-//! answers, and when the engine has restarted as another process. It sends [`EngineNews`] to the
-//! owner task, the KV events' addresses to `kv_events`, and the files to `control_port`. The
-//! receivers decide what follows from the news.
+//! The receivers of the news decide what follows.
 
 use std::{
     path::Path,
@@ -28,48 +24,37 @@ use crate::{
     kv_events::KvHandle,
 };
 
-/// The pause between attempts to reach an engine that is down.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// The number of failed samples in a row after which the engine counts as down. A single slow
-/// answer isn't a crash.
+/// A single slow answer isn't a crash.
 const FAILED_SAMPLES_MAX: u32 = 3;
 
-/// The time between two looks at the engine's label of its weights, which others may change.
+/// Others may change the label of the weights.
 const WEIGHTS_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How old the newest snapshot of a rank is when the monitor asks whether the engine is paused. An
-/// idle engine takes a snapshot at least once a second.
+/// If a rank's snapshot is older, the monitor asks whether the engine is paused. An idle engine
+/// takes one at least once a second.
 const SNAPSHOT_AGE_MAX: Duration = Duration::from_millis(1_500);
 
-/// What the monitor needs.
 #[derive(Debug, Clone)]
 pub struct EngineMonitor {
-    /// The client of the engine.
     pub engine: EngineClient,
-    /// Receives the engine's news.
     pub owner: AgentHandle,
-    /// Receives the addresses at which the engine publishes its KV events.
     pub kv_events: KvHandle,
-    /// The time between samples.
     pub sample_interval: Duration,
-    /// Notified when a turn could not be sent because the connection to the engine failed.
+    /// Notified when a turn's connection to the engine failed.
     pub wake: Arc<Notify>,
-    /// The host of the engine's bootstrap server for decode engines, if the settings state it.
+    /// `None` if the settings don't state it.
     pub bootstrap_host: Option<String>,
-    /// The size of the vocabulary, if the settings state it.
     pub configured_vocabulary_size: Option<u32>,
-    /// Receives the model's tokenizer files.
     pub found_files_sender: watch::Sender<Option<Arc<model_files::FoundFiles>>>,
 }
 
-/// What is looked at beside the load of an engine process.
 struct EngineWatch {
     adapters: AdapterWatch,
     bootstrap: BootstrapProbe,
     role: RoleWatch,
 }
 
-/// Monitors the engine until the tasks are cancelled.
 pub async fn run(monitor: EngineMonitor, tasks: Tasks) {
     let token = tasks.token();
     tokio::select! {
@@ -108,11 +93,9 @@ async fn monitor_engine(monitor: &EngineMonitor) {
     }
 }
 
-/// Reads the engine's first load sample, then its description.
-///
-/// An engine counts as up only if both can be read. Otherwise an engine whose load can't be read
-/// would go up and down again and again, and receive turns in between. The sample is read first, so
-/// that the description doesn't come from an older process than the sample.
+/// An engine counts as up only if its load and its description can be read. Otherwise one whose
+/// load can't be read would go up and down again and again, and receive turns in between. The load
+/// is read first, so that the description doesn't come from an older process.
 async fn read_engine(
     monitor: &EngineMonitor,
 ) -> Result<(Box<EngineInfo>, LoadSample), engine::Error> {
@@ -123,7 +106,6 @@ async fn read_engine(
     Ok((Box::new(info), first_sample))
 }
 
-/// Reads the engine's label of its weights, and reports it. An engine without one reports none.
 async fn report_weights(monitor: &EngineMonitor) {
     let asked_at = now();
     match monitor.engine.read_weights().await {
@@ -138,8 +120,7 @@ fn to_down_news(error: &engine::Error) -> EngineNews {
     EngineNews::Down { reason: error.to_string(), has_process_ended: error.is_process_gone() }
 }
 
-/// Samples the load until the engine counts as down, and returns the news of that. Returns `None`
-/// when the description must be read again, because the engine may be another process now.
+/// `None` when the description must be read again: another process may answer now.
 async fn sample_until_down(
     monitor: &EngineMonitor,
     first_sample: LoadSample,
@@ -154,7 +135,7 @@ async fn sample_until_down(
     loop {
         tokio::select! {
             biased;
-            // A turn's connection failed. The caller reads the description again, which shows why.
+            // The caller reads the description again, which shows why the turn's connection failed.
             () = monitor.wake.notified() => return None,
             _ = ticks.tick() => {}
         }
@@ -195,8 +176,7 @@ async fn sample_until_down(
                     return Some(to_down_news(&error));
                 }
                 if error.is_broken() {
-                    // The connection broke, perhaps because its process has ended. The description
-                    // shows which process answers now.
+                    // Perhaps its process has ended. The description shows which one answers now.
                     return None;
                 }
             }
@@ -204,13 +184,12 @@ async fn sample_until_down(
     }
 }
 
-/// Finds out whether an engine that takes no snapshots is paused. A paused engine says at
-/// `/ready` that it is not ready. An engine whose scheduler hangs does so too, but only after a
-/// health check of some 20 s, so the first answer counts.
+/// At `/ready`, a paused engine says that it is not ready. One whose scheduler hangs does so too,
+/// but only after a health check of some 20 s, so the first answer counts.
 struct PauseWatch {
     snapshots_us: Vec<Option<u64>>,
     changed_at: Instant,
-    /// What the engine answered since the newest snapshot; `None` before it was asked.
+    /// `None` before the engine was asked about its newest snapshot.
     is_paused: Option<bool>,
 }
 
@@ -220,7 +199,6 @@ impl PauseWatch {
         Self { snapshots_us, changed_at: sample.at, is_paused: None }
     }
 
-    /// Takes a load sample, and asks the engine if its snapshots are old.
     async fn is_paused(&mut self, engine: &EngineClient, sample: &LoadSample) -> bool {
         let snapshots_us: Vec<_> = sample.ranks.iter().map(RankSample::snapshot_us).collect();
         if snapshots_us != self.snapshots_us {
@@ -240,8 +218,7 @@ impl PauseWatch {
     }
 }
 
-/// Whether two samples in a row may come from different processes: a counter that only grows has
-/// decreased, or the connection is a new one, as it is after a quick restart.
+/// A counter has decreased, or the connection is new, as after a quick restart.
 fn may_be_another_process(before: &LoadSample, after: &LoadSample) -> bool {
     let prefilled_tokens = |sample: &LoadSample| -> u64 {
         let counters = sample.ranks.iter().map(|rank| rank.total_prefill_uncached_tokens);
@@ -250,13 +227,12 @@ fn may_be_another_process(before: &LoadSample, after: &LoadSample) -> bool {
     prefilled_tokens(after) < prefilled_tokens(before) || after.connection != before.connection
 }
 
-/// Completes the engine's description with facts from its model's files.
 async fn add_model_facts(
     mut info: EngineInfo,
     source: Option<model_files::TokenizerSource>,
     monitor: &EngineMonitor,
 ) -> EngineInfo {
-    // The files may be large or on a slow disk, so they are read on a blocking thread.
+    // The model's files may be large or on a slow disk.
     let file_facts = tokio::task::spawn_blocking(move || {
         let (source, hub_cache) = (source?, model_files::hub_cache_folder());
         Some((
@@ -290,16 +266,15 @@ async fn add_model_facts(
     info
 }
 
-/// Reads the model's config, because the engine reports little of it.
+/// The engine reports little of the config.
 fn read_config(source: &model_files::TokenizerSource, hub_cache: Option<&Path>) -> Option<Value> {
     let folder = source.model_folder(hub_cache)?;
     let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
     serde_json::from_str(&text).ok()
 }
 
-/// Returns the vocabulary's size.
 fn vocabulary_size(config: &Value) -> Option<u32> {
-    // The config of a multimodal model has these values in the object `text_config`.
+    // A multimodal model has the value in the object `text_config`.
     let size = config.get("vocab_size").or_else(|| config.get("text_config")?.get("vocab_size"));
     size.and_then(Value::as_u64).and_then(|size| u32::try_from(size).ok())
 }

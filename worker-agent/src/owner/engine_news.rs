@@ -1,8 +1,4 @@
 //! Handles what the engine monitor and the turns find out about the engine.
-//!
-//! The owner task calls these functions with each [`EngineNews`], and when the engine may be
-//! silent. They tell the session table and the ledger of a new process, of its end and of its load.
-//! What is known of the engine is in `engine_state`.
 
 use std::time::Instant;
 
@@ -16,7 +12,7 @@ use crate::{
 };
 
 impl Owner {
-    /// Checks whether the engine is silent. While it is, the table refuses what is not inside it.
+    /// The table refuses what is not inside a silent engine.
     pub(super) fn check_silence(&mut self, now: Instant) {
         let Self { engine, reporter, table, .. } = self;
         let step_time = |dp_rank, began_at| reporter.ledger.step_time(dp_rank, began_at, table);
@@ -65,7 +61,6 @@ impl Owner {
         if self.engine.is_new_process(&info) {
             self.handle_engine_gone();
             self.shims.begin_process();
-            // Gives the table the capacity of the new process.
             self.set_engine_capacity(&info);
             self.engine_calls.take_over(&mut self.table, &info.facts.instance);
             self.shims.register_again(&mut self.table);
@@ -91,7 +86,6 @@ impl Owner {
         self.refresh_retentions();
     }
 
-    /// Closes the sessions that have KV of an adapter that the engine no longer has.
     fn check_adapters(&mut self) {
         let adapters = self.engine.info().and_then(|info| info.facts.adapters.as_deref());
         if let Some(adapters) = adapters {
@@ -115,8 +109,7 @@ impl Owner {
         self.reporter.ledger.record_sample(sample);
     }
 
-    /// Handles the end of the engine's process, which loses every session's KV and history. Does
-    /// nothing if no engine was up.
+    /// Does nothing if no engine was up.
     pub(super) fn handle_engine_gone(&mut self) {
         let Some(info) = self.engine.remove_process() else { return };
         let sessions = self.table.iter().count();
@@ -126,7 +119,6 @@ impl Owner {
         self.apply_hold();
     }
 
-    /// Gives the table the capacity of an engine process whose predecessor has ended.
     fn set_engine_capacity(&mut self, info: &EngineInfo) {
         let capacity = self.reporter.ledger.set_engine(info, self.offer(info).offered);
         self.metrics.set_pin_budgets(capacity.ranks.iter().map(|rank| rank.pin_tokens_max));

@@ -1,8 +1,4 @@
 //! Keeps what the owner task knows of the engine: its description, and whether it can take turns.
-//!
-//! The news comes from `engine_monitor`: the engine is up or down, or a sample of its load. When
-//! the engine's process ends, all its sessions are lost. The owner task tells the session table and
-//! the ledger what follows from the news.
 
 use std::{
     sync::Arc,
@@ -19,32 +15,26 @@ use crate::engine::{
     stall_detector::StallDetector,
 };
 
-/// What is known of the engine.
 pub(super) struct EngineState {
-    /// The engine's description; `None` if no engine process is known.
     info: Option<Box<EngineInfo>>,
-    /// The name of its model, which turns need while their bodies are read.
+    /// Turns need it while their bodies are read.
     served_model: Option<Arc<str>>,
-    /// Why the engine can't take turns; `None` while it can.
     down_reason: Option<String>,
-    /// Since when the engine can't take turns, if it can't.
     down_since: Instant,
-    /// Why a prefill engine can hand over no KV; `None` while it can, and for other engines.
+    /// Why a prefill engine can hand over no KV.
     bootstrap_reason: Option<String>,
-    /// Why the engine makes no progress; `None` while it does.
+    /// Why the engine makes no progress.
     stuck_reason: Option<String>,
     stall_detector: StallDetector,
     silence: SilenceDetector,
-    /// The signs of life in the answers that turns get.
     answer_signs: AnswerSigns,
     /// The number of engine processes that were known so far.
     process: u64,
-    /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
+    /// The engine counts as stuck if turns wait and it runs nothing for this long.
     stall_max: Duration,
 }
 
 impl EngineState {
-    /// Returns the state of an engine that has not answered yet.
     pub(super) fn new(stall_max: Duration, silent_max: Duration) -> Self {
         Self {
             info: None,
@@ -61,45 +51,38 @@ impl EngineState {
         }
     }
 
-    /// Returns the engine's description, if an engine process is known.
     pub(super) fn info(&self) -> Option<&EngineInfo> {
         self.info.as_deref()
     }
 
-    /// Whether `info` describes another process than the one that is known.
     pub(super) fn is_new_process(&self, info: &EngineInfo) -> bool {
         self.info().is_none_or(|known_info| known_info.facts.instance != info.facts.instance)
     }
 
-    /// Returns why the engine can't take turns, or why it makes no progress.
     pub(super) fn unhealthy_reason(&self) -> Option<&String> {
         let reasons = self.down_reason.as_ref().or(self.silence.reason());
         reasons.or(self.stuck_reason.as_ref()).or(self.bootstrap_reason.as_ref())
     }
 
-    /// Returns why the engine is silent; `None` while it speaks, or is down.
+    /// `None` also while the engine is down.
     pub(super) fn silent_reason(&self) -> Option<&String> {
         self.silence.reason()
     }
 
-    /// Returns the number of the engine process that is known, or was known last.
     pub(super) fn process(&self) -> u64 {
         self.process
     }
 
-    /// Whether news of the engine process with this number is news of the present one. A turn may
-    /// learn late that its process has ended, when the successor is known already.
+    /// A turn may learn late that its process has ended, when the successor is known already.
     pub(super) fn is_present(&self, process: u64) -> bool {
         process == self.process
     }
 
-    /// Refuses a request while the engine is down.
     pub(super) fn check_up(&self) -> Result<(), Error> {
         let error = |reason| Error::EngineDown { reason, since: self.down_since };
         self.down_reason.clone().map_or(Ok(()), |reason| Err(error(reason)))
     }
 
-    /// Notes that the engine answers with this description.
     pub(super) fn set_up(&mut self, info: Box<EngineInfo>) {
         if self.is_new_process(&info) {
             self.process += 1;
@@ -112,7 +95,6 @@ impl EngineState {
         self.down_reason = None;
     }
 
-    /// Notes whether the engine's bootstrap server takes connections, or why not.
     pub(super) fn set_bootstrap(&mut self, result: Result<(), String>) {
         match &result {
             Ok(()) => info!("the engine's bootstrap server takes connections"),
@@ -121,17 +103,15 @@ impl EngineState {
         self.bootstrap_reason = result.err();
     }
 
-    /// Whether the engine runs whole turns, so that a prompt may be computed in stages before.
     pub(super) fn runs_whole_turns(&self) -> bool {
         self.info().is_none_or(|info| info.facts.role() == EngineRole::Aggregated)
     }
 
-    /// Returns the name of the engine's model, if known.
     pub(super) fn served_model(&self) -> Option<Arc<str>> {
         self.served_model.clone()
     }
 
-    /// Notes which adapters the engine has. Returns whether these are others than before.
+    /// Returns whether the engine has other adapters than before.
     pub(super) fn set_adapters(&mut self, adapters: Vec<String>) -> bool {
         let Some(info) = &mut self.info else { return false };
         let adapters = Some(adapters);
@@ -140,15 +120,13 @@ impl EngineState {
         has_changed
     }
 
-    /// Notes that the engine can't take turns.
     pub(super) fn set_down(&mut self, reason: String, has_process_ended: bool) {
         match &self.down_reason {
             None => {
                 error!(reason, gone = has_process_ended, "engine down");
                 self.down_since = now();
             }
-            // The engine is polled twice a second, mostly with the same failure. Only a new reason
-            // is logged.
+            // The engine is polled twice a second, mostly with the same failure.
             Some(last_reason) if *last_reason != reason => {
                 warn!(reason, "the engine can't be used")
             }
@@ -158,8 +136,6 @@ impl EngineState {
         self.silence.reset();
     }
 
-    /// Forgets the engine's process, which has ended. Returns its description; `None` if no process
-    /// was known.
     pub(super) fn remove_process(&mut self) -> Option<Box<EngineInfo>> {
         self.silence.reset();
         let info = self.info.take()?;
@@ -168,19 +144,16 @@ impl EngineState {
         Some(info)
     }
 
-    /// Returns where turns note the signs of life in their answers.
     pub(super) fn answer_signs(&self) -> &AnswerSigns {
         &self.answer_signs
     }
 
-    /// Notes that a rank's scheduler has sent something through its shim.
     pub(super) fn record_shim(&mut self, dp_rank: u32, at: Instant) {
         self.silence.record_shim(dp_rank, at);
     }
 
-    /// Checks whether the engine is silent. `step_time` estimates how long a rank's scheduler may
-    /// be in a step that began at a time. Returns true if the engine has become silent, or speaks
-    /// again.
+    /// `step_time` estimates how long a rank's scheduler is in a step that began at a time. Returns
+    /// true if the engine has become silent, or speaks again.
     pub(super) fn check_silence(
         &mut self,
         now: Instant,
@@ -198,12 +171,10 @@ impl EngineState {
         has_changed
     }
 
-    /// Returns when [`Self::check_silence`] must be called next.
     pub(super) fn next_silence_check(&self) -> Option<Instant> {
         self.silence.next_check()
     }
 
-    /// Looks in a load sample for signs that the engine makes no progress.
     pub(super) fn check_sample(&mut self, sample: &LoadSample) {
         self.silence.record_sample(sample);
         self.record_answers(sample.at);

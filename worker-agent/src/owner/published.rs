@@ -1,9 +1,7 @@
 //! Keeps the published state of all sessions, so that a watcher gets it without copying. Pure.
 //!
-//! The owner task records here each session that it publishes as changed. A new watcher, or a page
-//! of a list, takes a [`SessionSnapshot`]. A snapshot costs the same however many sessions there
-//! are: the sessions are spread over shards, and the snapshot shares the shards. The next change
-//! to a shared shard copies that shard, but no session.
+//! A [`SessionSnapshot`] costs the same however many sessions there are: it shares shards. The next
+//! change to a shared shard copies that shard, but no session.
 
 use std::{
     collections::BTreeMap,
@@ -14,11 +12,10 @@ use std::{
 
 use proto::{id::SessionKey, load::Session};
 
-/// Number of shards. With 16,384 sessions, a shard has 64, and the first change to it after a
-/// snapshot copies 64 pointers.
+/// With 16,384 sessions, a shard has 64, and the first change to it after a snapshot copies 64
+/// pointers.
 const SHARD_COUNT: usize = 256;
 
-/// A session as it was when it was published.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublishedSession {
     session: Session,
@@ -26,19 +23,17 @@ pub struct PublishedSession {
 }
 
 impl PublishedSession {
-    /// Records the state of `session` at `published_at`.
     #[must_use]
     pub fn new(session: Session, published_at: Instant) -> Self {
         Self { session, published_at }
     }
 
-    /// Returns the session as it was when it was published.
     #[must_use]
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// Returns the session with the idle time that it has at `now`.
+    /// The idle time is that at `now`.
     #[must_use]
     pub fn at(&self, now: Instant) -> Session {
         let mut session = self.session.clone();
@@ -50,16 +45,16 @@ impl PublishedSession {
     }
 }
 
-/// The sessions of a shard by the digest of their key. Few digests have more than one session.
+/// Few digests have more than one session.
 type Shard = BTreeMap<u64, Vec<Arc<PublishedSession>>>;
 
-/// The published state of all sessions at one moment, ordered by the digests of their keys.
+/// The order is that of the keys' digests.
 #[derive(Debug, Clone)]
 pub struct SessionSnapshot {
     shards: Vec<Arc<Shard>>,
 }
 
-/// Where a page of a snapshot ends: the digest of its last sessions.
+/// The digest of the page's last sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageEnd(pub u64);
 
@@ -70,7 +65,6 @@ impl Default for SessionSnapshot {
 }
 
 impl SessionSnapshot {
-    /// Adds or replaces a session. Returns what it replaces.
     pub(super) fn insert(
         &mut self,
         published: Arc<PublishedSession>,
@@ -88,7 +82,6 @@ impl SessionSnapshot {
         }
     }
 
-    /// Removes a session, and returns it if it was there.
     pub(super) fn remove(&mut self, key: &SessionKey) -> Option<Arc<PublishedSession>> {
         let digest = key.digest().0;
         let shard = &mut self.shards[shard_index(digest)];
@@ -103,9 +96,8 @@ impl SessionSnapshot {
         Some(removed)
     }
 
-    /// Returns the sessions after the end of another page, or the first ones: at least `count_min`,
-    /// if there are so many, and few more. Also returns where this page ends; `None` if no session
-    /// is left after it.
+    /// Returns at least `count_min` sessions, if there are so many, and where the page ends; `None`
+    /// if no session is left after it.
     #[must_use]
     pub fn page(
         &self,
@@ -131,7 +123,6 @@ impl SessionSnapshot {
     }
 }
 
-/// Returns the index of a digest's shard. The shards are in the order of the digests.
 fn shard_index(digest: u64) -> usize {
     usize::from(digest.to_be_bytes()[0])
 }

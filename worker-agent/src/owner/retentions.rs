@@ -1,10 +1,7 @@
 //! Keeps what the engine offers as retentions current, and logs what it doesn't offer.
 //!
-//! A retention is a way to keep a session's KV between turns. `engine::retentions` has the rules.
-//! They depend on the engine's flags and on the word of its shims, Berth's parts inside the engine.
-//! A shim may connect before the agent reaches the engine, or after, and its connection may break.
-//! The session table gives new sessions only what is offered. Sessions that are open keep what they
-//! have: they were opened in this engine process, under a word that holds until the process ends.
+//! Only new sessions follow the offer. Open ones keep what they have: they were opened in this
+//! engine process, under a word that holds until the process ends.
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -20,46 +17,40 @@ use crate::{
     shim::{Hello, PinSafety},
 };
 
-/// What the shims of the present engine process have said, by rank.
 #[derive(Debug, Default)]
 pub(super) struct ShimWords {
     said: BTreeMap<u32, Word>,
-    /// The refusals that were logged for the present engine process.
+    /// Refusals logged for the present engine process.
     logged: Vec<RetentionOff>,
 }
 
-/// What one shim has said.
 #[derive(Debug)]
 struct Word {
     safety: PinSafety,
-    /// Whether the shim is known to be in the present engine process, and not in the one before: it
-    /// has connected after that process was found.
+    /// A shim that has connected since the present engine process was found is of that process.
     is_of_process: bool,
 }
 
 impl ShimWords {
-    /// Notes what a shim says that has connected.
     pub(super) fn hear(&mut self, hello: &Hello) {
         let word = Word { safety: hello.pin_safety.clone(), is_of_process: true };
         self.said.insert(hello.dp_rank, word);
     }
 
-    /// Notes that a shim has disconnected. Its hooks stay in the engine, so its word still holds.
+    /// The shim's hooks stay in the engine, so its word still holds.
     pub(super) fn disconnect(&mut self, dp_rank: u32) {
         if self.said.get(&dp_rank).is_some_and(|word| !word.is_of_process) {
             self.said.remove(&dp_rank);
         }
     }
 
-    /// Forgets the words for an engine process that is new, but for those of connected shims. These
-    /// may be of the new process, because a shim connects while its engine starts.
+    /// Connected shims may be of the new process: a shim connects while its engine starts.
     pub(super) fn begin_process(&mut self, is_connected: impl Fn(u32) -> bool) {
         self.said.retain(|&dp_rank, _| is_connected(dp_rank));
         self.said.values_mut().for_each(|word| word.is_of_process = false);
         self.logged.clear();
     }
 
-    /// Returns what the shims have said together.
     pub(super) fn sum_up(&self, ranks: usize) -> ShimWord {
         let safeties = || self.said.values().map(|word| &word.safety);
         let off = safeties().find_map(|safety| safety.unguarded_reason.as_ref());
@@ -81,13 +72,11 @@ impl ShimWords {
 }
 
 impl Owner {
-    /// Returns the retentions that an engine offers, by the word of its shims.
     pub(super) fn offer(&self, info: &EngineInfo) -> Offer {
         retentions::offer(info, &self.shims.words.sum_up(info.rows.len()))
     }
 
-    /// Gives the session table and the routers what the engine offers, after the flags or a shim's
-    /// word may have changed.
+    /// Called after the flags or a shim's word may have changed.
     pub(super) fn refresh_retentions(&mut self) {
         let Some(info) = self.engine.info() else { return };
         let offer = self.offer(info);
@@ -100,7 +89,6 @@ impl Owner {
         }
     }
 
-    /// Says once it is time if shims are missing, and what the engine doesn't offer.
     pub(super) fn run_shim_check(&mut self, now: Instant) {
         let ranks = self.engine.info().map_or(0, |info| info.rows.len());
         if self.shims.run_check(now, ranks) {
@@ -108,8 +96,7 @@ impl Owner {
         }
     }
 
-    /// Logs the retentions that the engine doesn't offer, but for those whose flag is not set: that
-    /// was logged when the engine was found.
+    /// Leaves out those whose flag is not set: that was logged when the engine was found.
     fn log_retentions(&mut self) {
         let Some(info) = self.engine.info() else { return };
         let has_flag = |off: &RetentionOff| {

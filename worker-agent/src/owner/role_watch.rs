@@ -1,8 +1,7 @@
 //! Follows the role of an engine that may be switched while it runs: prefill or decode.
 //!
-//! An engine with `--enable-pd-role-switch` takes another role at a call that others make. Nothing
-//! tells the agent, so `engine_monitor` reads the role from time to time. An engine in another role
-//! is described anew, as another instance.
+//! With `--enable-pd-role-switch`, others can switch the role, and nothing tells the agent. An
+//! engine in another role is described anew, as another instance.
 
 use std::time::{Duration, Instant};
 
@@ -10,25 +9,21 @@ use tracing::{debug, info};
 
 use crate::engine::{EngineClient, EngineInfo};
 
-/// The time between two readings of the role. A switch itself takes seconds, of an idle engine.
+/// A switch itself takes seconds, of an idle engine.
 const READ_INTERVAL: Duration = Duration::from_secs(5);
 
-/// When to read the role of an engine again.
 #[derive(Debug, Clone)]
 pub(super) struct RoleWatch {
     role: String,
-    /// `None` if the role can't be switched.
     next_due: Option<Instant>,
 }
 
 impl RoleWatch {
-    /// Begins with a description that was read at `now`.
     pub(super) fn new(info: &EngineInfo, now: Instant) -> Self {
         let next_due = info.can_switch_role.then(|| now + READ_INTERVAL);
         Self { role: info.facts.disaggregation.clone(), next_due }
     }
 
-    /// Reads the role if that is due at `now`. Returns whether it was switched.
     pub(super) async fn was_switched(&mut self, now: Instant, engine: &EngineClient) -> bool {
         if self.next_due.is_none_or(|due| now < due) {
             return false;

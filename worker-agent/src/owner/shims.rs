@@ -1,13 +1,7 @@
 //! Handles the owner task's messages from and to the shims, Berth's Python parts in the engine.
 //!
-//! Each DP rank has one shim. It reports exact figures of the KV pool for the ledger (the account
-//! of the pool), and the states of the engine's sessions for the session table. It also demotes
-//! sessions (frees their KV but keeps them open) as the session table asks. Without a shim, the
-//! agent gets the figures from the engine's HTTP interface, later and less exactly.
-//!
-//! [`crate::shim`] has the connections and the messages. Page audits, which shims make too, are in
-//! `audit_desk`, and the trimmer's messages are in `trim`. The child `check` notices a missing
-//! shim.
+//! Without its shim, a rank's figures come from the engine's HTTP interface, later and less
+//! exactly.
 
 mod check;
 
@@ -28,26 +22,19 @@ use crate::{
     shim::{Hello, SessionChanges, SessionFacts, ShimHandle},
 };
 
-/// The pause before a demotion is requested again. The shim refuses a demotion while the session's
-/// last turn is still in a queue of the engine.
+/// The shim refuses a demotion while the session's last turn is still in a queue of the engine.
 const DEMOTE_RETRY_PAUSE: Duration = Duration::from_millis(20);
-/// The maximum length of a reason why a function is off. The shim cuts its texts to 512 bytes.
+/// The shim cuts its texts to 512 bytes.
 const REASON_CHARS_MAX: usize = 512;
 
-/// The connected shims.
 pub(super) struct Shims {
     handle: ShimHandle,
-    /// Learns which processes run the engine's schedulers.
     gpus: Gpus,
     tasks: Tasks,
-    /// The ranks with a connected shim that works, and whether that shim can demote sessions. To
-    /// demote a session is to free its KV but keep it open.
+    /// The ranks whose shim works, and whether it can demote sessions.
     connected: HashMap<u32, bool>,
-    /// By rank: the functions that are off on its connected shim.
     functions_off: BTreeMap<u32, Vec<FunctionOff>>,
-    /// What the shims have said of the engine's safety.
     pub(super) words: ShimWords,
-    /// Says if the shims of a new engine process don't come.
     pub(super) check: ShimCheck,
 }
 
@@ -58,7 +45,6 @@ impl Shims {
         Self { handle, gpus, tasks, connected, functions_off, words, check }
     }
 
-    /// Handles the greeting of a shim that has connected. Returns whether the shim works.
     pub(super) fn connect(&mut self, table: &mut Table, hello: &Hello) -> bool {
         let Hello { pid, dp_rank, sglang, shim, undemotable_reason: undemotable, .. } = hello;
         self.gpus.set_scheduler(Scheduler {
@@ -69,8 +55,7 @@ impl Shims {
         });
         self.functions_off.insert(*dp_rank, functions_off(hello));
         self.words.hear(hello);
-        // An inert shim does nothing after its greeting, for example because the engine lacks what
-        // its reports need.
+        // For example, the engine lacks what the shim's reports need.
         if let Some(reason) = &hello.inert_reason {
             warn!(dp_rank, pid, sglang, reason, "the engine's shim is inert");
             return false;
@@ -84,22 +69,19 @@ impl Shims {
         true
     }
 
-    /// Removes a shim that has disconnected.
     pub(super) fn remove(&mut self, dp_rank: u32) {
         self.connected.remove(&dp_rank);
         self.functions_off.remove(&dp_rank);
         self.words.disconnect(dp_rank);
     }
 
-    /// Begins with a new engine process. Its shims may be connected already.
     pub(super) fn begin_process(&mut self) {
         let Self { functions_off, words, check, .. } = self;
         words.begin_process(|dp_rank| functions_off.contains_key(&dp_rank));
         check.begin(now());
     }
 
-    /// Returns what the connected shims, with their trimmer, can do. A function that is off for the
-    /// same reason on several ranks is listed once.
+    /// A function that is off for one reason on several ranks is listed once.
     pub(super) fn abilities(&self, trimmer: &TrimmerLink) -> ShimAbilities {
         let mut functions_off: Vec<FunctionOff> =
             self.functions_off.values().flatten().cloned().collect();
@@ -110,40 +92,35 @@ impl Shims {
         ShimAbilities { trim_sglang_version, functions_off }
     }
 
-    /// Says, once it is time, if the shims of some of the engine's ranks haven't come. Returns
-    /// whether it was time.
     pub(super) fn run_check(&mut self, now: Instant, ranks: usize) -> bool {
         let was_waiting = self.check.next_deadline().is_some();
         self.check.run_deadline(now, self.connected.len(), ranks);
         was_waiting && self.check.next_deadline().is_none()
     }
 
-    /// Returns the number of ranks whose shim is connected.
     pub(super) fn count(&self) -> usize {
         self.connected.len()
     }
 
-    /// Registers the connected shims at the session table again. The table forgets them when it
-    /// gets a new engine, but a shim may connect before the agent reaches that engine.
+    /// The table forgets shims with the old engine, but one may connect before the new one is
+    /// reached.
     pub(super) fn register_again(&self, table: &mut Table) {
         for (&dp_rank, &can_demote) in &self.connected {
             table.handle_shim_up(now(), dp_rank, can_demote);
-            // The request fails only if this shim has disconnected. `ShimEvent::Down` follows.
+            // Fails only if this shim has disconnected. `ShimEvent::Down` follows.
             let _ = self.handle.sample_now(dp_rank);
         }
     }
 
-    /// Returns the handle for sending commands to the shims.
     pub(super) fn handle(&self) -> ShimHandle {
         self.handle.clone()
     }
 
-    /// Requests that a session is demoted: its KV is freed, but the session stays open.
     pub(super) fn demote(&self, dp_rank: u32, number: u64, incarnation: String) {
         self.demote_after(Duration::ZERO, dp_rank, number, incarnation);
     }
 
-    /// Requests a demotion after a pause. The request fails only if the shim has disconnected, and
+    /// Fails only if the shim has disconnected, and
     /// [`ShimEvent::Down`](crate::shim::ShimEvent::Down) follows.
     fn demote_after(&self, pause: Duration, dp_rank: u32, number: u64, incarnation: String) {
         let handle = self.handle.clone();
@@ -157,7 +134,6 @@ impl Shims {
         });
     }
 
-    /// Handles a shim's answer to the request to demote the session `id`.
     pub(super) fn handle_demotion(
         &self,
         table: &mut Table,
@@ -166,8 +142,7 @@ impl Shims {
         refusal: Option<&str>,
     ) {
         match refusal {
-            // The session's first turn may have been aborted and have left no KV, so there is
-            // nothing to demote.
+            // The session's first turn may have been aborted and have left no KV.
             None | Some("no_kv") => table.handle_demotion(now(), dp_rank, number, true),
             // The client has its last answer, but the turn is still in a queue of the engine. If
             // that lasts, the demotion ends when the session's deadline passes.
@@ -182,7 +157,6 @@ impl Shims {
     }
 }
 
-/// Returns the functions that are off on a shim.
 fn functions_off(hello: &Hello) -> Vec<FunctionOff> {
     [
         ("reports", &hello.inert_reason),
@@ -202,7 +176,6 @@ fn function_off(function: &str, reason: &str) -> FunctionOff {
 }
 
 impl Owner {
-    /// Passes a shim's report of sessions to the session table: a part of a full table, or changes.
     pub(super) fn record_sessions(&mut self, sessions: SessionChanges) {
         let SessionChanges { dp_rank, begins_table, ends_table, changed, gone_ids } = sessions;
         // The shim sends no figures before a full table is complete, so this is its sign of life.
@@ -216,7 +189,6 @@ impl Owner {
     }
 }
 
-/// Passes a shim's answer to a request about one session to the session table.
 pub(super) fn record_inspection(
     table: &mut Table,
     dp_rank: u32,

@@ -1,13 +1,7 @@
 //! Handles the owner task's messages from and to the trimmer, Berth's Python part in the engine.
 //!
-//! Many clients send the full history with each turn (one request and its answer). The trimmer
-//! compares that history with the one that the turn's session holds, and gives the engine only the
-//! part that the session lacks. For each such turn it reports a plan: how the turn runs. If the
-//! turn can't run in its session as it is, the trimmer first asks the agent a question, and the
-//! session table answers where the turn may run.
-//!
-//! [`crate::shim::trim`] has the connection to the trimmer, and the session table decides. The
-//! module `waiters` tells the turn's caller how the turn runs in the end.
+//! If a turn can't run in its session as it is, the trimmer first asks where it may run. The
+//! session table decides.
 
 use service::{clock::now, tasks::Tasks};
 use tracing::{debug, info, warn};
@@ -18,13 +12,12 @@ use crate::{
     shim::trim::{self, Plan, TrimHandle},
 };
 
-/// The connection to the trimmer, and what is known of the trimmer.
 pub(super) struct TrimmerLink {
     handle: TrimHandle,
     tasks: Tasks,
-    /// The SGLang version reported by a connected trimmer that works; `None` without one.
+    /// `None` without a connected trimmer that works.
     sglang_version: Option<String>,
-    /// Why the connected trimmer trims nothing; `None` if it works, or without one.
+    /// `None` if the connected trimmer works, or without one.
     off_reason: Option<String>,
     metrics: Metrics,
 }
@@ -34,17 +27,14 @@ impl TrimmerLink {
         Self { handle, tasks, sglang_version: None, off_reason: None, metrics }
     }
 
-    /// Returns the SGLang version on which the agent trims full histories, if the agent does.
     pub(super) fn sglang_version(&self) -> Option<&str> {
         self.sglang_version.as_deref()
     }
 
-    /// Returns why the connected trimmer trims nothing; `None` if it works, or without one.
     pub(super) fn off_reason(&self) -> Option<&str> {
         self.off_reason.as_deref()
     }
 
-    /// Notes that a trimmer has connected. An inert one does nothing after its greeting.
     pub(super) fn connect(&mut self, table: &mut Table, trimmer: trim::Trimmer) {
         let trim::Trimmer { sglang, shim, inert_reason, .. } = trimmer;
         match &inert_reason {
@@ -56,14 +46,12 @@ impl TrimmerLink {
         table.set_trimming(now(), self.sglang_version.is_some());
     }
 
-    /// Notes that the trimmer has disconnected.
     pub(super) fn disconnect(&mut self, table: &mut Table, reason: &str) {
         warn!(reason, "the engine's trimmer has disconnected");
         table.set_trimming(now(), false);
         (self.sglang_version, self.off_reason) = (None, None);
     }
 
-    /// Passes the trimmer's plan for a turn, or its question, to the session table.
     pub(super) fn handle_plan(&self, table: &mut Table, report: &trim::PlanReport) {
         let decision = report.plan;
         let plan = TrimPlan {
@@ -89,17 +77,15 @@ impl TrimmerLink {
             }
             return;
         };
-        // A full history has diverged if it doesn't continue its session's history. Divergence is
-        // counted here, because the final plan, which follows the answer, no longer shows it.
+        // Divergence is counted here, because the final plan, which follows the answer, no longer
+        // shows it.
         if decision == Plan::Diverged {
             self.metrics.record_divergence(report.shared_tokens.into());
         }
         table.handle_question(now(), question, &plan);
     }
 
-    /// Answers the trimmer's question: the turn may run in `incarnation` (one life of a session in
-    /// the engine) with at most `prompt_tokens_max` prompt tokens. `None`: the turn runs outside
-    /// any session. If the trimmer is gone or no longer waits, the answer has no effect.
+    /// `None` means outside any session. An answer that nobody waits for has no effect.
     pub(super) fn answer_question(
         &self,
         question_id: u64,

@@ -1,9 +1,6 @@
 //! Keeps the callers that wait for the owner task's answer to an admission, an opening or a plan.
 //!
-//! A turn (one request and its answer) waits until it is admitted, and `open_session` until its
-//! session is open. An admitted turn of a session then waits to learn how it runs: in its session
-//! or outside, for example. The owner task calls this module when the session table has decided.
-//! All callers are kept by the request id of their turn or opening.
+//! The keys are the request ids of turns and openings.
 
 use std::collections::HashMap;
 
@@ -13,41 +10,34 @@ use tokio::sync::oneshot;
 use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, TurnRun, reporter::Reporter};
 use crate::session::{self, RunMode, Table, Turn};
 
-/// The waiting callers, by request id. A caller that is gone needs no answer: it has dropped its
-/// lease, and that ends the turn.
+/// A caller that is gone needs no answer: it has dropped its lease, and that ends the turn.
 #[derive(Default)]
 pub(super) struct Waiters {
-    /// Callers that wait for a turn's admission or for a session's opening.
     admissions: HashMap<String, Waiter>,
-    /// Tasks that pass on a turn's answer, and wait to learn how the turn runs.
     run_modes: HashMap<String, oneshot::Sender<RunModeResult>>,
 }
 
-/// A caller that waits until its turn is admitted or its session is open.
 pub(super) enum Waiter {
     Turn(oneshot::Sender<Result<AdmittedTurn, Error>>),
     Open {
         key: SessionKey,
-        /// Whether the session was open before.
+        /// Whether the session was open before the request.
         was_open: bool,
         reply: oneshot::Sender<Result<OpenedSession, Error>>,
     },
 }
 
 impl Waiters {
-    /// Adds a caller that waits for the turn or the opening `rid`.
     pub(super) fn add(&mut self, rid: String, waiter: Waiter) {
         self.admissions.insert(rid, waiter);
     }
 
-    /// Removes what waits for a turn that has ended.
     pub(super) fn remove_turn(&mut self, rid: &str) {
         self.admissions.remove(rid);
         self.run_modes.remove(rid);
     }
 
-    /// Tells the caller that its turn is admitted or its session open. Returns how the turn runs,
-    /// if that is known already, so that the caller has learned it too.
+    /// Also returns how the turn runs, if that is known already.
     pub(super) fn tell_admitted(
         &mut self,
         rid: &str,
@@ -79,7 +69,6 @@ impl Waiters {
         }
     }
 
-    /// Refuses a turn or an opening that waits.
     pub(super) fn refuse(&mut self, rid: &str, error: Error) {
         match self.admissions.remove(rid) {
             Some(Waiter::Turn(reply)) => drop(reply.send(Err(error))),
@@ -88,7 +77,6 @@ impl Waiters {
         }
     }
 
-    /// Tells a turn's exchange how the turn runs, or why the shim refuses it.
     pub(super) fn tell_run_mode(&mut self, rid: &str, result: RunModeResult) {
         if let Some(waiter) = self.run_modes.remove(rid) {
             let _ = waiter.send(result);

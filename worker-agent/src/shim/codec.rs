@@ -1,11 +1,8 @@
 //! Decodes the messages of the shim, the plugin in the engine, and encodes commands to it.
 //!
-//! The shim has a socket for its reports: the state of the KV pool and of its sessions. Another
-//! socket, at the first one's path with `.trim` appended, belongs to the *trimmer*. The trimmer is
-//! the shim's part in the engine's first process, and shortens prompts. The frames of both sockets
-//! have the same form, and `connection` reads and writes them. The shim's `berth_shim/wire.py` is
-//! the other end, with classes of the same names as the messages and events here. The file
-//! `codec/frames.txt` has examples, which the tests of both ends must reproduce.
+//! The trimmer's socket is at the shim's path with `.trim` appended; its frames have the same form.
+//! `berth_shim/wire.py` is the other end, with classes of the same names. The tests of both ends
+//! must reproduce the examples of `codec/frames.txt`.
 //!
 //! A frame is a little-endian `u32` length of the rest (2 to [`FRAME_BYTES_MAX`]), a `u8` protocol
 //! version, and a MessagePack array: the name of the message, then its fields in the order of the
@@ -44,60 +41,50 @@ use serde::{
 use super::{AuditReply, Hello, RankFacts, SessionFacts};
 use crate::incarnation::INCARNATION_BYTES_MAX;
 
-/// The version of the protocol. The agent refuses a shim with another version.
+/// The agent refuses a shim with another version.
 pub const VERSION: u8 = 7;
-/// The maximum of the length field of a frame. The shim's largest update (256 events, 512 sessions
-/// that are gone, 512 changed sessions, names of 512 bytes) has 0.8 MiB.
+/// The shim's largest update (256 events, 512 sessions that are gone, 512 changed sessions, names
+/// of 512 bytes) has 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
-/// The maximum bytes of a session's name. A name is the id of an incarnation, which is one life of
-/// a session in the engine. The ids that clients choose may be longer, but are not sent.
+/// Bounds an incarnation's id. The ids that clients choose may be longer, but are not sent.
 const NAME_BYTES_MAX: usize = 512;
 const _: () = assert!(INCARNATION_BYTES_MAX <= NAME_BYTES_MAX, "every incarnation can be named");
-/// The maximum number of events in an update.
+/// Per update.
 const EVENTS_MAX: usize = 256;
-/// The maximum number of changed sessions in a frame, and of sessions that are gone.
+/// Bounds a frame's changed sessions, and those that are gone.
 const SESSIONS_MAX: usize = 512;
-/// The maximum number of names in an audit.
+/// Per audit.
 pub(super) const AUDIT_NAMES_MAX: usize = 1000;
-/// The longest time of an audit that is accepted. Audits take milliseconds.
+/// Audits take milliseconds.
 const AUDIT_TIME_MAX: Duration = Duration::from_secs(3600);
-/// The maximum DP rank that is accepted. Real engines have far fewer ranks.
+/// Real engines have far fewer ranks.
 const DP_RANK_MAX: u32 = 4095;
-/// The maximum depth of nested arrays in a message, plus one. An event in the list of an update has
-/// a depth of three.
+/// The depth of nested arrays, plus one. An event in the list of an update has a depth of three.
 const DEPTH_LIMIT: usize = 8;
 
-/// Why bytes from a shim can't be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The length of a frame is below 2 or above [`FRAME_BYTES_MAX`].
     #[error("a frame of {0} bytes is out of bounds")]
     LengthOutOfBounds(u32),
-    /// The peer uses another version of the protocol.
     #[error("the shim speaks protocol {0}, this agent {VERSION}: install the same version of both")]
     OtherVersion(u8),
-    /// A frame's message isn't in the table, or a field has an invalid value. The text doesn't
-    /// repeat the value, because it may be the name of a session.
+    /// The text doesn't repeat the value, because it may be the name of a session.
     #[error("a frame has no valid message")]
     InvalidMessage,
 }
 
-/// A message from a shim.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(tag = "message")]
 pub(super) enum ShimMessage {
-    /// The first message of a connection; sent only once.
+    /// Sent only once.
     Hello(Box<Hello>),
-    /// Sent after each step in which something changed.
     Update(Box<Update>),
-    /// The answer to a request for an audit.
     Audited(AuditReply),
 }
 
-/// An update of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Update {
-    /// The number of the update in its connection, from 0.
+    /// The first update of a connection has 0.
     pub seq: u64,
     /// `None` while the shim has not read all sessions of a full table.
     pub facts: Option<RankFacts>,
@@ -111,7 +98,7 @@ pub(super) struct Update {
     pub sessions: Vec<SessionFacts>,
 }
 
-/// An event of one session. [`super::ShimEvent`] explains the kinds.
+/// [`super::ShimEvent`] explains the kinds.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(tag = "event")]
 pub(super) enum WireEvent {
@@ -123,8 +110,8 @@ pub(super) enum WireEvent {
     Inspected { number: u64, session: Option<SessionFacts> },
 }
 
-/// A command from the agent. [`super::ShimHandle`] explains all but `Run`, which is the trimmer's
-/// and is explained at [`TrimHandle::answer`](super::trim::TrimHandle::answer).
+/// See [`super::ShimHandle`], and for `Run`
+/// [`TrimHandle::answer`](super::trim::TrimHandle::answer).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "command")]
 pub(super) enum ShimCommand {
@@ -137,8 +124,7 @@ pub(super) enum ShimCommand {
 }
 
 impl ShimCommand {
-    /// Encodes the command as a frame. Returns `None` if the session's name is longer than
-    /// [`NAME_BYTES_MAX`].
+    /// `None` if the session's name is longer than [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         if let Self::Demote { session, .. }
         | Self::Inspect { session, .. }
@@ -153,19 +139,17 @@ impl ShimCommand {
     }
 }
 
-/// The bytes that were read from a stream and not decoded: complete frames, then an incomplete one.
+/// The last frame may be incomplete.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
     buffer: Vec<u8>,
 }
 
 impl Frames {
-    /// Appends bytes that were read.
     pub(super) fn push(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Takes and decodes the next message. Returns `None` if the next frame is incomplete.
     pub(super) fn take_message<M: DeserializeOwned>(&mut self) -> Result<Option<M>, Error> {
         let Some(length_bytes) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length_bytes);
@@ -190,7 +174,6 @@ fn decode_message<M: DeserializeOwned>(mut bytes: &[u8]) -> Result<M, Error> {
     if bytes.is_empty() { Ok(message) } else { Err(Error::InvalidMessage) }
 }
 
-/// Decodes a list of at most `MAX` items.
 pub(super) fn decode_list<'de, const MAX: usize, T, D>(decoder: D) -> Result<Vec<T>, D::Error>
 where
     T: Deserialize<'de>,
@@ -203,7 +186,6 @@ where
     Ok(items)
 }
 
-/// Decodes a DP rank of at most [`DP_RANK_MAX`].
 pub(super) fn decode_dp_rank<'de, D: Deserializer<'de>>(decoder: D) -> Result<u32, D::Error> {
     let dp_rank = u32::deserialize(decoder)?;
     if dp_rank > DP_RANK_MAX {
@@ -212,21 +194,18 @@ pub(super) fn decode_dp_rank<'de, D: Deserializer<'de>>(decoder: D) -> Result<u3
     Ok(dp_rank)
 }
 
-/// Decodes the time of an audit, at most [`AUDIT_TIME_MAX`].
 pub(super) fn decode_audit_time<'de, D: Deserializer<'de>>(
     decoder: D,
 ) -> Result<Duration, D::Error> {
     Duration::deserialize(decoder).map(|spent| spent.min(AUDIT_TIME_MAX))
 }
 
-/// The door for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing {
     use super::{Frames, ShimMessage};
 
-    /// Decodes a stream that arrives in pieces of `step` bytes. Returns the number of messages and
-    /// whether the stream ended in an error.
+    /// Returns the number of messages and whether the stream ended in an error.
     #[must_use]
     pub fn decode_stream(stream: &[u8], step: usize) -> (usize, bool) {
         let (mut frames, mut messages) = (Frames::default(), 0);

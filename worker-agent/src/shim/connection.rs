@@ -1,13 +1,7 @@
 //! Serves one connection of a peer in the engine: a shim, or the trimmer.
 //!
-//! The shim reports on one rank of the engine, and the trimmer shortens prompts; `shim.rs` and
-//! `shim/trim.rs` describe them. `connections` accepts a connection and calls [`serve`] in a task
-//! of its own.
-//!
-//! The peer's first message is its hello. After that, the task turns the peer's messages into
-//! reports, which it sends to the agent, and writes the agent's encoded commands to the peer. The
-//! [`Protocol`] names the messages and buffers the reports: `outbox` does this for a shim,
-//! `trim/protocol` for the trimmer. While the buffer is full, the task reads nothing.
+//! The peer's first message is its hello. While the buffer of reports is full, the task reads
+//! nothing.
 
 use std::{collections::HashMap, io, time::Duration};
 
@@ -24,73 +18,54 @@ use tracing::{info, warn};
 
 use super::codec::{self, Frames};
 
-/// The maximum number of commands that wait to be written to one peer. Requests about sessions, and
-/// answers to the trimmer, wait for room beyond this.
+/// Requests about sessions, and answers to the trimmer, wait for room beyond this.
 const COMMANDS_MAX: usize = 256;
-/// How long a peer may take to send its hello after it connected.
 const HELLO_WAIT_MAX: Duration = Duration::from_secs(5);
-/// The maximum bytes of one read. A shim's update has about 200 bytes, and more for each session.
+/// A shim's update has about 200 bytes, and more for each session.
 const READ_BYTES_MAX: usize = 64 << 10;
 
-/// The protocol of one kind of peer, and the state of one connection with such a peer. Buffers the
-/// reports until the receiver takes them. Pure.
+/// Buffers the reports until the receiver takes them. Pure.
 pub(super) trait Protocol: Sized + Send + 'static {
-    /// The name of the task that listens for these peers, for logs.
+    /// Names the listening task in logs.
     const NAME: &'static str;
-    /// A message from the peer.
     type Message: DeserializeOwned + Send;
-    /// A report to the agent.
     type Report: Send + 'static;
 
-    /// Begins a connection with the peer's first message. Returns the connection's state, the
-    /// peer's description and the report that the peer is up, or `None` if the message isn't a
-    /// hello. `pid` is the peer's process as the kernel reports it.
+    /// `None` if the message isn't a hello. `pid` is the peer's process as the kernel reports it.
     fn begin(hello: Self::Message, pid: Option<u32>) -> Option<(Self, PeerInfo, Self::Report)>;
 
-    /// Buffers the reports of a later message.
     fn receive(&mut self, message: Self::Message) -> Result<(), EndReason>;
 
-    /// Whether the buffer has room for another message.
     fn has_room(&self) -> bool;
 
-    /// Whether the buffer has no report.
     fn has_no_report(&self) -> bool;
 
-    /// Takes the next report from the buffer.
     fn next_report(&mut self) -> Option<Self::Report>;
 
-    /// Returns the report that ends the connection, with the reason of the end.
     fn end_report(&self, reason: String) -> Self::Report;
 }
 
-/// What the agent knows of a peer that has sent its hello.
 #[derive(Debug, Clone)]
 pub(super) struct PeerInfo {
     pub(super) dp_rank: u32,
-    /// Whether the peer takes commands. A peer takes none after an internal error, or if it doesn't
-    /// support its engine.
+    /// False after an internal error, or if the peer doesn't support its engine.
     pub(super) takes_commands: bool,
-    /// Why the peer can't publish the engine's radix tree again; `None` if it can. A trimmer has no
-    /// reason, but never gets that command.
+    /// `None` also for a trimmer, which never gets the command.
     pub(super) unpublishable_reason: Option<String>,
 }
 
-/// A handle to a connected peer. It sends commands, ends the connection, and waits for its end.
 #[derive(Debug)]
 pub(super) struct ConnectionHandle {
     pub(super) info: PeerInfo,
-    /// Queues encoded commands for the peer.
     pub(super) command_sender: mpsc::Sender<Vec<u8>>,
-    /// Ends the connection when it is dropped.
     end_on_drop: DropGuard,
     /// Resolves when the connection has ended and its last report was sent.
     end_receiver: oneshot::Receiver<()>,
 }
 
-/// The connections whose peers have sent their hello, by DP rank.
+/// Only peers that have sent their hello are here.
 pub(super) type HandlesByRank = HashMap<u32, ConnectionHandle>;
 
-/// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum EndReason {
     #[error("the shim has disconnected")]
@@ -111,7 +86,7 @@ pub(super) enum EndReason {
     Io(#[from] io::Error),
 }
 
-/// Serves one connection to its end. Ends an earlier connection of the same rank first.
+/// Ends an earlier connection of the same rank first.
 pub(super) async fn serve<T: Protocol>(
     stream: UnixStream,
     pid: Option<u32>,
@@ -150,21 +125,19 @@ pub(super) async fn serve<T: Protocol>(
         // Fails only if the agent no longer takes reports.
         let _ = reports.send(down_report).await;
     }
-    // Remove this connection, unless a newer one has replaced it. This connection's command
-    // receiver is dropped, so its sender is closed. The sender of a newer connection is open.
+    // Not if a newer connection has replaced this one. This one's command receiver is dropped, so
+    // its sender is closed; that of a newer connection is open.
     connections.send_if_modified(|handles| {
         let is_this = handles.get(&dp_rank).is_some_and(|handle| handle.command_sender.is_closed());
         is_this && handles.remove(&dp_rank).is_some()
     });
-    // A newer connection of this rank may be waiting for the end of this connection.
+    // A newer connection of this rank may be waiting for the end of this one.
     let _ = end_sender.send(());
 }
 
-/// A peer's socket, and the bytes that were not decoded or not written yet.
 struct Connection {
     reader: Reader,
     write_half: OwnedWriteHalf,
-    /// The bytes of a command that are not written yet.
     unsent: Vec<u8>,
 }
 
@@ -175,7 +148,6 @@ impl Connection {
         Self { reader, write_half, unsent: vec![] }
     }
 
-    /// Reads the peer's first message.
     async fn read_hello<T: Protocol>(&mut self) -> Result<T::Message, EndReason> {
         loop {
             match self.reader.frames.take_message()? {
@@ -185,8 +157,6 @@ impl Connection {
         }
     }
 
-    /// Serves the connection after its hello until it ends. Returns why it ended, and the report of
-    /// the end.
     async fn serve_after_hello<T: Protocol>(
         mut self,
         mut protocol: T,
@@ -209,8 +179,7 @@ impl Connection {
         (end_reason, down_report)
     }
 
-    /// Decodes the messages that were read, as far as the buffer has room. Then waits until it can
-    /// send a report, write, take a command or read, and does one of them.
+    /// Decodes what was read, as far as the buffer has room, then does one thing that is ready.
     async fn step<T: Protocol>(
         &mut self,
         protocol: &mut T,
@@ -245,16 +214,13 @@ impl Connection {
     }
 }
 
-/// Reads a peer's frames.
 struct Reader {
     read_half: OwnedReadHalf,
-    /// The bytes that were read and not decoded.
     frames: Frames,
 }
 
 impl Reader {
-    /// Waits for bytes and reads at most [`READ_BYTES_MAX`] of them. If the future is dropped, no
-    /// bytes are lost.
+    /// Reads at most [`READ_BYTES_MAX`]. Cancel-safe: no bytes are lost.
     async fn read(&mut self) -> Result<(), EndReason> {
         let mut buffer = vec![0; READ_BYTES_MAX];
         loop {
@@ -272,7 +238,6 @@ impl Reader {
     }
 }
 
-/// Writes as much of `unsent` as the socket takes now, and removes it.
 fn write_some(write_half: &OwnedWriteHalf, unsent: &mut Vec<u8>) -> Result<(), EndReason> {
     match write_half.try_write(unsent) {
         Ok(written) => unsent.drain(..written).for_each(drop),

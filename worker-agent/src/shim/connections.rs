@@ -1,9 +1,6 @@
 //! Accepts connections on one unix socket, and sends the agent's commands to the peer of a rank.
 //!
-//! A peer is a shim, which reports on one DP rank of the engine, or the engine's trimmer. `shim.rs`
-//! and `shim/trim.rs` describe them, and each has one [`Connections`] with a socket of its own.
-//! `socket` creates the socket, and `connection` serves each accepted connection. This module knows
-//! nothing of the messages.
+//! A peer is a shim or the trimmer. This module knows nothing of the messages.
 
 use std::{path::Path, sync::Arc};
 
@@ -18,16 +15,13 @@ use super::{
     socket::{self, Socket},
 };
 
-/// The maximum number of connections at once, including those whose peer hasn't sent its hello. An
-/// engine has one shim per DP rank, and rarely more than eight ranks on a machine.
+/// An engine has one shim per DP rank, and rarely more than eight ranks on a machine.
 const CONNECTIONS_MAX: usize = 64;
 
-/// The connections of one socket whose peers have sent their hello, by DP rank.
 #[derive(Debug, Clone)]
 pub(super) struct Connections(watch::Receiver<HandlesByRank>);
 
 impl Connections {
-    /// Listens until the tasks are cancelled, and serves each connection in a task of its own.
     pub(super) fn listen<T: Protocol>(
         path: &Path,
         reports: mpsc::Sender<T::Report>,
@@ -40,8 +34,7 @@ impl Connections {
         Ok(Self(receiver))
     }
 
-    /// Queues a command for the peer of a rank. Fails if the rank has no peer that takes commands,
-    /// if the peer's queue is full, or if the command's session name is too long.
+    /// Fails if no peer takes commands, its queue is full, or the session's name is too long.
     pub(super) fn send_command(&self, dp_rank: u32, command: &ShimCommand) -> Result<(), Error> {
         let command = command.encode().ok_or(Error::NameTooLong)?;
         self.command_sender(dp_rank)?.try_send(command).map_err(|error| match error {
@@ -50,9 +43,7 @@ impl Connections {
         })
     }
 
-    /// Queues a command for the peer of a rank, and waits for room in its queue. The caller bounds
-    /// how many commands wait. Fails if the rank has no peer that takes commands, or if the
-    /// command's session name is too long.
+    /// Waits for room in the queue; the caller bounds how many commands wait.
     pub(super) async fn queue_command(
         &self,
         dp_rank: u32,
@@ -69,18 +60,16 @@ impl Connections {
         peer.map(|peer| peer.command_sender.clone()).ok_or(Error::NoShim(dp_rank))
     }
 
-    /// Returns the description of a rank's peer; `None` if no peer is connected.
     pub(super) fn peer_info(&self, dp_rank: u32) -> Option<PeerInfo> {
         self.0.borrow().get(&dp_rank).map(|peer| peer.info.clone())
     }
 
-    /// Waits until a peer connects or disconnects. Returns false if the listener has ended.
+    /// Returns false if the listener has ended.
     pub(super) async fn changed(&mut self) -> bool {
         self.0.changed().await.is_ok()
     }
 }
 
-/// Accepts connections until the tasks are cancelled.
 async fn accept<T: Protocol>(
     socket: Socket,
     connections: Arc<watch::Sender<HandlesByRank>>,
@@ -99,7 +88,7 @@ async fn accept<T: Protocol>(
             Ok(accepted) => accepted,
             Err(error) => {
                 warn!(%error, "can't accept a shim's connection");
-                // Most likely the process has no free file descriptor. One gets free after a while.
+                // Most likely the process has no free file descriptor.
                 tokio::time::sleep(socket::ACCEPT_PAUSE).await;
                 continue;
             }

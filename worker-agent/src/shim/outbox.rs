@@ -1,14 +1,9 @@
 //! Buffers the reports of one engine rank's shim until the agent takes them. Pure.
 //!
-//! The shim is Berth's plugin inside the engine; the parent module describes its reports.
-//! `connection` puts the shim's decoded messages into an [`Outbox`] and takes the reports out. The
-//! rank's figures (*facts*) and the table of sessions are states, so a newer state replaces an
-//! older one. Events are all kept in order, and the agent gets them before the state that they led
-//! to.
-//!
-//! While the buffer has [`EVENTS_MAX`] events or more, it accepts no messages. If that lasts, the
-//! shim's socket fills up, and the shim loses events and counts them. Afterwards the shim sends its
-//! full table of sessions.
+//! Figures (*facts*) and sessions are states, so a newer one replaces an older one. Events are all
+//! kept in order, and come before the state that they led to. If the buffer stays full, the shim's
+//! socket fills up, and the shim loses events, counts them, and later sends a full table of
+//! sessions.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -18,27 +13,22 @@ use super::{
     connection::{EndReason, PeerInfo, Protocol},
 };
 
-/// The number of buffered events at which the buffer accepts no further message. An update has at
-/// most 256 events, so the buffer holds at most 255 events more than this.
+/// An update has at most 256 events, so the buffer holds at most 255 more than this.
 pub(super) const EVENTS_MAX: usize = 1024;
 
-/// The reports of one rank that the agent hasn't taken. See the module documentation.
 #[derive(Debug)]
 pub(super) struct Outbox {
     dp_rank: u32,
-    /// The sequence number that the next update must have.
     next_seq: u64,
     events: VecDeque<ShimEvent>,
-    /// The changed sessions by id; `None` marks a session that is gone.
+    /// `None` marks a session that is gone.
     changed_sessions: BTreeMap<String, Option<SessionFacts>>,
-    /// Whether `changed_sessions` begins a full table, which replaces all that the agent knows.
+    /// If true, `changed_sessions` replaces all that the agent knows.
     begins_table: bool,
-    /// Whether a full table ends with `changed_sessions`.
     ends_table: bool,
-    /// The latest figures, unless the agent has taken them.
+    /// `None` once the agent has taken the figures.
     facts: Option<RankFacts>,
-    /// Whether the figures come before the next changes of sessions. Otherwise a shim whose
-    /// sessions change faster than the agent takes them would seem to report no figures.
+    /// Otherwise a shim whose sessions change fast would seem to report no figures.
     are_facts_next: bool,
     audit_reply: Option<AuditReply>,
 }
@@ -62,7 +52,6 @@ impl Outbox {
         self.begins_table || self.ends_table || !self.changed_sessions.is_empty()
     }
 
-    /// Buffers an update.
     pub(super) fn push(&mut self, update: Update) {
         let dp_rank = self.dp_rank;
         if let Some(facts) = update.facts {
@@ -142,7 +131,7 @@ impl Protocol for Outbox {
         self.events.is_empty() && !has_states
     }
 
-    /// Takes the events first, then by turns the sessions and the facts, and the audit's result.
+    /// Sessions and facts take turns.
     fn next_report(&mut self) -> Option<ShimEvent> {
         if let Some(event) = self.events.pop_front() {
             return Some(event);

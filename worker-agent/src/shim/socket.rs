@@ -1,8 +1,6 @@
 //! Creates the unix socket for the plugin in the engine, and accepts only trusted users on it.
 //!
-//! The agent listens, and Berth's plugin in the engine (the shim) connects. Only the agent's own
-//! user and root may connect, or write to the socket's folder. `connections` creates the socket and
-//! accepts connections here. This module reads and writes nothing on them.
+//! Only the agent's own user and root may connect, or write to the socket's folder.
 
 use std::{
     fs::{self, Permissions},
@@ -17,23 +15,20 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::Error;
 
-/// The pause after a failed accept.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening socket. Dropping it removes its file.
 #[derive(Debug)]
 pub(super) struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// The agent's own user.
     uid: u32,
 }
 
 impl Socket {
-    /// Listens at `path`. Replaces the socket file of an agent that no longer runs.
+    /// Replaces the socket file of an agent that no longer runs.
     pub(super) fn bind(path: &Path) -> Result<Self, Error> {
         let to_bind_error = |source| Error::Bind { path: path.display().to_string(), source };
-        // A user with write access to the folder could replace this socket with another one.
+        // Who can write to the folder could replace this socket with another one.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         PrivateFolder::open(folder.unwrap_or(Path::new(".")))?;
         if !remove_stale_socket(path).map_err(to_bind_error)? {
@@ -45,14 +40,13 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Accepts the next connection of this user or of root. Returns the stream and the peer's pid,
-    /// or `None` instead of the pid if the peer's process isn't visible in this pid namespace.
+    /// The pid is `None` if the process isn't visible in this pid namespace.
     pub(super) async fn accept(&self) -> io::Result<(UnixStream, Option<u32>)> {
         loop {
             let (stream, _) = self.listener.accept().await?;
             let peer = stream.peer_cred()?;
             if peer.uid() == self.uid || peer.uid() == 0 {
-                // The kernel reports 0 for a process that isn't visible in this pid namespace.
+                // The kernel reports 0 for a process that isn't visible here.
                 let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
                 return Ok((stream, pid.filter(|pid| *pid != 0)));
             }
@@ -63,13 +57,12 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // This fails if the file is already gone, which does no harm.
+        // Fails if the file is already gone.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Removes the socket file that a crashed agent has left. Returns whether the path is free now. It
-/// isn't if a process listens on the socket, or if the file is not a socket.
+/// Returns false if a process listens on the socket, or if the file is not a socket.
 fn remove_stale_socket(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.file_type().is_socket() => return Ok(false),

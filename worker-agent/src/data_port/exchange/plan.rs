@@ -1,9 +1,7 @@
 //! Waits for the shim's plan for a turn whose answer the engine has begun.
 //!
-//! A turn is one request and its answer. The plan says how the turn runs, or why it is refused. It
-//! comes from the shim, Berth's part in the engine's process, on another connection than the
-//! answer. On some routes the engine begins its answer before the shim has decided. [`wait`] then
-//! keeps the first frames until the plan is there. The time and the number of frames are limited.
+//! The plan comes from the shim on another connection than the answer. On some routes the engine
+//! begins its answer before the shim has decided; [`wait`] then keeps the first frames.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -15,28 +13,19 @@ use tokio::{sync::oneshot, time::Instant};
 use super::BodyFrame;
 use crate::owner::RunModeResult;
 
-/// The time limit for the shim's plan once the answer has begun. Some routes send their first event
-/// before they tokenize the prompt, but the shim reports its plan after that. If the shim first
-/// asks the agent where the turn may run, the plan comes up to two seconds later.
+/// Some routes send their first event before they tokenize the prompt, and the shim reports its
+/// plan after that: up to two seconds later if it first asks the agent where the turn may run.
 const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
-/// The time limit for the shim's plan of a turn that must continue its session. The shim may need
-/// to tokenize a long prompt and then wait two seconds for the agent's answer.
+/// The shim may need to tokenize a long prompt and then wait two seconds for the agent's answer.
 const MUST_CONTINUE_PLAN_WAIT_MAX: Duration = Duration::from_secs(10);
-/// The time limit for a plan if the engine has already given its whole answer, or the first
-/// [`EARLY_FRAMES_MAX`] parts of it. The shim sent its report before the engine had the turn, on
-/// another connection, so the report arrives soon or never. That holds too for an error that the
-/// shim caused in a turn that must continue its session.
+/// The engine has given its answer or [`EARLY_FRAMES_MAX`] parts of it. The shim reported before
+/// the engine had the turn, or caused the engine's error, so its report arrives soon or never.
 const PLAN_WAIT_AFTER_ANSWER_MAX: Duration = Duration::from_millis(500);
-/// The maximum number of frames of the answer that are held back until the shim's plan is known. A
-/// route that answers before tokenization sends only a few events, so this is enough.
+/// A route that answers before tokenization sends only a few events.
 const EARLY_FRAMES_MAX: usize = 16;
 
-/// Waits until it is known how a turn runs, and keeps the frames of the answer that come meanwhile.
-/// `None` if that is not known in time.
-///
-/// If the engine answers with an error, the turn has ended, and the plan usually doesn't matter.
-/// The exception is a turn that `must_continue` its session's history: the shim may have refused it
-/// and so caused the error. For such a turn, this function waits for the shim's report.
+/// After an error of the engine the plan doesn't matter, except for a turn that `must_continue` its
+/// session's history: the shim may have refused it and so caused the error.
 pub(super) async fn wait<B: http_body::Body<Data = Bytes> + Unpin>(
     mut receiver: oneshot::Receiver<RunModeResult>,
     body: &mut B,

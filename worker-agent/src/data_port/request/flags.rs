@@ -1,7 +1,7 @@
 //! Reads the flags of a body by which the agent decides.
 //!
-//! Refuses members that reach into the engine, and those that change what the rest of the body
-//! means to an engine that ignores them.
+//! Refuses members that reach into the engine, and those that an engine would ignore although they
+//! change what the rest of the body means.
 
 use proto::{
     answers::runs_in_background,
@@ -11,22 +11,15 @@ use proto::{
 };
 use service::refusal::{Code, Refusal};
 
-/// Members of SGLang's own API by which its processes speak to each other: addresses to which one
-/// of them connects or answers, advice to its cache, and names of what it follows. No client may
-/// choose them. The other APIs don't have them.
+/// SGLang's processes speak to each other by these members of its API. No client may choose them.
 const INTERNAL_KEYS: [&str; 5] =
     ["encoder_urls", "http_worker_ipc", "http_worker_ipcs", "kv_hints", "conversation_id"];
 
-/// Members that name what was said before, of which the body then has only the new part. No SGLang
-/// up to 0.5.23 knows them: it would answer to that part alone, with status 200.
+/// With these members, the body has only the new part of a conversation. No SGLang up to 0.5.23
+/// knows them: it would answer to that part alone, with status 200.
 const HISTORY_KEYS: [(Kind, &str); 3] =
     [(Kind::Messages, "thread"), (Kind::Responses, "conversation"), (Kind::Responses, "prompt")];
 
-/// Returns whether the body asks for a stream.
-///
-/// # Errors
-/// A refusal, if a flag can't be read, the turn would run in the background, a member reaches into
-/// the engine, or the body has only a part of what its client means.
 pub(super) fn read_wants_stream(kind: Kind, object: &Object<'_>) -> Result<bool, Refusal> {
     let is_internal =
         |key: &str| matches!(kind, Kind::Generate | Kind::Encode) && INTERNAL_KEYS.contains(&key);
@@ -55,7 +48,6 @@ pub(super) fn read_wants_stream(kind: Kind, object: &Object<'_>) -> Result<bool,
     read_flag(object.get("stream")).map_err(unreadable("stream"))
 }
 
-/// Refuses a body that counts on a history that its client has begun elsewhere, or would begin.
 fn refuse_history_elsewhere(kind: Kind, object: &Object<'_>) -> Result<(), Refusal> {
     for (_, key) in HISTORY_KEYS.iter().filter(|(of_kind, _)| *of_kind == kind) {
         let Some(value) = object.get(key).filter(|value| value.get() != "null") else { continue };

@@ -9,10 +9,9 @@ use proto::{body::Object, route::Kind};
 
 use crate::session::KvIdentity;
 
-/// A member that isn't a text, which the engine may take for a list with one value for each prompt.
+/// The engine may take such a member for a list with one value for each prompt.
 struct NotAText;
 
-/// Returns which KV a turn can continue. `served_model` is the name of the engine's model.
 pub(super) fn read_kv_identity(
     kind: Kind,
     object: &Object<'_>,
@@ -34,7 +33,6 @@ pub(super) fn read_kv_identity(
                 };
                 (adapter, text(object, "cache_salt")?, text(object, "extra_key")?)
             }
-            // This route has no other of the keys.
             Kind::Messages => (adapter_in(text(object, "model")?, served_model)?, None, None),
             // This route takes an adapter's name, and runs the model without the adapter.
             Kind::Responses => (None, text(object, "cache_salt")?, text(object, "extra_key")?),
@@ -45,7 +43,7 @@ pub(super) fn read_kv_identity(
     identity().unwrap_or(KvIdentity::UNKNOWN)
 }
 
-/// Returns the text of a member; `None` if it is absent or null.
+/// `None` if the member is absent or null.
 fn text<'a>(object: &Object<'a>, key: &str) -> Result<Option<Cow<'a, str>>, NotAText> {
     let Some(value) = object.get(key).filter(|value| value.get() != "null") else {
         return Ok(None);
@@ -59,8 +57,8 @@ fn text<'a>(object: &Object<'a>, key: &str) -> Result<Option<Cow<'a, str>>, NotA
     }
 }
 
-/// Returns the adapter in a model's name, `base:adapter`, as the engine finds it. The name that the
-/// engine serves has none, even if it contains a colon.
+/// The engine finds the adapter in `base:adapter`. The name that it serves has none, even with a
+/// colon.
 fn adapter_in<'a>(
     model: Option<Cow<'a, str>>,
     served_model: Option<&str>,

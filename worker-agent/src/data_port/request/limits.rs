@@ -3,23 +3,21 @@
 use proto::{body::Object, route::Kind};
 use serde_json::value::RawValue;
 
-/// The engine's default limit of generated tokens on `/v1/completions`.
+/// The engine's default on `/v1/completions`.
 const COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT: u64 = 16;
 
-/// Returns the most tokens that the answer of an OpenAI or Anthropic route may have. `None` is as
-/// many as fit: no limit, or one that only the engine can read.
+/// `None` is as many as fit: no limit, or one that only the engine can read.
 pub(super) fn read_answer_limit(kind: Kind, object: &Object<'_>) -> Option<u64> {
     let keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
     let given = keys.iter().filter_map(|key| object.get(key)).filter(|it| it.get() != "null");
-    // Which one counts is the engine's decision, so the largest does here.
+    // Which one counts is the engine's decision: take the largest.
     let limits: Option<Vec<u64>> = given.map(read_tokens).collect();
     let largest = limits?.into_iter().max();
-    // Of these routes, only `/v1/completions` has a default limit in the engine.
     let default = (kind == Kind::Completions).then_some(COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT);
     largest.or(default)
 }
 
-/// Reads a number of tokens as pydantic's lax mode does, which takes `"40"` and `40.0` too.
+/// Pydantic's lax mode takes `"40"` and `40.0` too.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked before")]
 fn read_tokens(value: &RawValue) -> Option<u64> {
     let text = value.get().trim_matches('"').trim();

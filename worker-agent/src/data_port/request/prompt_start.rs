@@ -1,13 +1,8 @@
 //! Reads the beginning of a turn's prompt, as hashes of its first content blocks.
 //!
-//! A *block* is a content block of a message or of the system prompt, not a block of KV. The blocks
-//! are read in this order: `tools`, then `system` or `instructions`, then the first messages. On
-//! routes without messages, the prompt has no blocks.
-//!
-//! `request` gives a parsed body, and gets a [`PromptStart`]. The session table compares it from
-//! turn to turn (a turn is one request and its answer). If an early text changes, the engine
-//! computes all that follows again, and the agent warns its operator. This module compares nothing
-//! and does no I/O.
+//! A *block* here is a content block of a message or of the system prompt, not a block of KV. The
+//! order is `tools`, then `system` or `instructions`, then the first messages. On routes without
+//! messages, the prompt has no blocks.
 
 use std::fmt;
 
@@ -20,7 +15,6 @@ use serde_json::value::RawValue;
 
 use crate::session::{BLOCKS_MAX, PromptStart};
 
-/// Returns the hashes of the first blocks of a prompt.
 pub(super) fn read_prompt_start(kind: Kind, object: &Object<'_>) -> PromptStart {
     let mut start = PromptStart::default();
     let system_part = match kind {
@@ -57,8 +51,7 @@ fn push_messages(start: &mut PromptStart, list: &RawValue) {
         let role = parse_role(get("role").map(RawValue::get));
         match get("content").filter(|content| content.get() != "null") {
             Some(content) => push_content(start, role, message_number, content),
-            // A message without content is one block. An example is an assistant's message that
-            // only calls a tool.
+            // An assistant's message that only calls a tool is one block, for example.
             None => push_block(start, role, (message_number, 0), message),
         }
         !start.is_full()
@@ -80,10 +73,8 @@ fn push_content(
     });
 }
 
-/// Adds a block. Two forms of a block that give the engine the same prompt get the same hash.
-///
-/// Clients move the member `cache_control` from block to block between turns, so it isn't hashed.
-/// They write the same text as a string or as a block with that text, so only the text is hashed.
+/// Two forms that give the engine the same prompt get the same hash. Clients move `cache_control`
+/// from block to block between turns, and write the same text as a string or as a block.
 fn push_block(
     start: &mut PromptStart,
     role: PromptRole,
@@ -116,15 +107,13 @@ fn parse_role(name: Option<&str>) -> PromptRole {
     }
 }
 
-/// Visits the elements of a list in order while `visit` returns true, at most [`BLOCKS_MAX`] of
-/// them. The rest of the list is not parsed, so a long history costs no more time than a short one.
+/// The rest after [`BLOCKS_MAX`] is not parsed, so a long history costs no more time than a short
+/// one.
 fn visit_elements<'a>(list: &'a RawValue, visit: impl FnMut(usize, &'a RawValue) -> bool) {
-    // The whole body was parsed before, so it is valid. The only possible error is that `visit`
-    // stopped before the end of the list.
+    // The whole body was parsed before, so the only possible error is that `visit` stopped early.
     let _ = serde_json::Deserializer::from_str(list.get()).deserialize_seq(ElementVisitor(visit));
 }
 
-/// Gives each element of a list to the function in it, together with the element's number.
 struct ElementVisitor<F>(F);
 
 impl<'de, F: FnMut(usize, &'de RawValue) -> bool> Visitor<'de> for ElementVisitor<F> {

@@ -2,14 +2,13 @@
 
 use memchr::memchr2;
 
-/// The length in bytes up to which keys and strings are compared with the (shorter) expected ones.
+/// All known keys and strings are shorter.
 const KNOWN_TEXT_BYTES_MAX: usize = 24;
 
-/// The first bytes of a string: enough of them to recognize the known strings.
 #[derive(Debug, Default)]
 pub(super) struct StringStart {
     bytes: [u8; KNOWN_TEXT_BYTES_MAX],
-    /// The length of the whole string so far; it may be more than [`KNOWN_TEXT_BYTES_MAX`].
+    /// The length of the whole string, which may be more than [`KNOWN_TEXT_BYTES_MAX`].
     len: usize,
 }
 
@@ -21,14 +20,14 @@ impl StringStart {
         self.len = self.len.saturating_add(bytes.len());
     }
 
-    /// Returns the string. Returns an empty one if the string is too long to be known.
+    /// Returns an empty text if the string is too long to be known.
     pub(super) fn known_text(&self) -> &[u8] {
         if self.len <= KNOWN_TEXT_BYTES_MAX { &self.bytes[..self.len] } else { b"" }
     }
 }
 
-/// Reads a string up to its next backslash or to its end, and adds what it reads to `text`. Returns
-/// the number of read bytes, and whether the string has ended.
+/// Reads up to a backslash or the string's end. Returns the read bytes, and whether the string
+/// ended.
 pub(super) fn scan_string(
     bytes: &[u8],
     is_escaped: &mut bool,
@@ -36,8 +35,7 @@ pub(super) fn scan_string(
 ) -> (usize, bool) {
     if *is_escaped {
         *is_escaped = false;
-        // The known keys and words have no escapes. The backslash in the text makes sure that a
-        // string with an escape equals none of them.
+        // No known key or word has an escape: the backslash makes this text equal none of them.
         text.push(b"\\");
         return (1, false);
     }

@@ -10,27 +10,18 @@ use serde_json::Value;
 use super::{ANSWER_BYTES_MAX, EngineClient, Error, connection_error};
 use crate::engine::control::{ControlAnswer, WeightsLabel};
 
-/// A control call of an operator or a trainer.
 #[derive(Debug, Clone)]
 pub struct ControlCall {
-    /// The HTTP method.
     pub method: Method,
-    /// The route, with its query.
     pub path_and_query: Option<PathAndQuery>,
-    /// The body's content type.
     pub content_type: HeaderValue,
-    /// The value of `Authorization`, if any is sent.
+    /// The value of `Authorization`.
     pub credential: Option<HeaderValue>,
-    /// The body.
     pub body: Bytes,
 }
 
 impl EngineClient {
-    /// Sends a control call of an operator or a trainer, and returns the engine's answer, whatever
-    /// its status.
-    ///
-    /// # Errors
-    /// When no complete answer comes within `limit`.
+    /// Fails if no complete answer comes within `limit`; any status is an answer.
     pub async fn control(
         &self,
         call: ControlCall,
@@ -58,10 +49,6 @@ impl EngineClient {
         tokio::time::timeout(limit, answer).await.map_err(|_| Error::Timeout(path, limit))?
     }
 
-    /// Reads `/model_info`. Returns the engine's label of its weights.
-    ///
-    /// # Errors
-    /// When the engine can't be reached or its answer is invalid.
     pub async fn read_weights(&self) -> Result<WeightsLabel, Error> {
         let path = "/model_info";
         let body = self.call(Method::GET, path, None).await?;
@@ -71,10 +58,7 @@ impl EngineClient {
         Ok(WeightsLabel { version: text("weight_version"), model_path: text("model_path") })
     }
 
-    /// Requests that a turn is aborted. The turn's own answer shows when it has ended.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
+    /// The turn's own answer shows when it has ended.
     pub async fn abort(&self, rid: &str) -> Result<(), Error> {
         let body = serde_json::json!({ "rid": rid, "abort_all": false });
         let mut request = self.build_request(Method::POST, "/abort_request", Some(&body));
@@ -85,10 +69,7 @@ impl EngineClient {
         sent.await.map(drop)
     }
 
-    /// Reads `/ready`. Returns whether the engine runs requests: it is healthy and not paused.
-    ///
-    /// # Errors
-    /// When the engine can't be reached.
+    /// The engine is ready if it is healthy and not paused.
     pub async fn is_ready(&self) -> Result<bool, Error> {
         match self.call(Method::GET, "/ready", None).await {
             Ok(_) => Ok(true),

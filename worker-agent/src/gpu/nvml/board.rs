@@ -1,11 +1,6 @@
 //! Reads all values of one device from NVML. Each call can fail without the others.
 //!
-//! A *device* is a GPU, or one of the slices into which MIG has divided a GPU. A *board* is a whole
-//! GPU. `listing` makes a [`DeviceReader`] for each device. The GPU thread in `gpu.rs` calls
-//! [`DeviceReader::read`] about once a second and gets a [`Reading`].
-//!
-//! A reader converts NVML's values to the types of the module `reading`. It doesn't judge them
-//! (`health` does), and it remembers only which calls the device doesn't support.
+//! This module judges no value, and remembers only which calls the device doesn't support.
 
 use nvml_wrapper::{
     Device,
@@ -25,21 +20,19 @@ use nvml_wrapper::{
 use super::{BoardFault, Gpm, Identity, Reading, UnsupportedCalls, board_fault};
 use crate::gpu::reading::{Memory, NvlinkErrors, Process, RecoveryAction, RemappedRows};
 
-/// Reads one device through its NVML handle, which is valid while NVML stays loaded.
+/// The NVML handle is valid while NVML stays loaded.
 #[derive(Debug)]
 pub(crate) struct DeviceReader<'n> {
     pub(crate) identity: Identity,
-    /// The device's NVML handle. Without a handle: the fault of the board, or `None` if the board
-    /// isn't the cause.
+    /// Without a handle: the fault of the board, or `None` if the board isn't the cause.
     handle: Result<Device<'n>, Option<BoardFault>>,
     unsupported_calls: UnsupportedCalls,
-    /// Whether to read the performance counters (GPM).
     reads_gpm: bool,
-    /// The performance counters at the previous reading. Rates are computed from two samples.
+    /// Rates are computed from two samples.
     last_gpm_sample: Option<GpmSample<'n>>,
 }
 
-/// NVML's ids of the values that one call reads, each with the name for counting its failures.
+/// NVML's ids of the values, each with the name for counting its failures.
 const FIELDS: [(u32, &str); 12] = [
     (field_id::NVML_FI_DEV_MEMORY_TEMP, "memory_temperature"),
     (field_id::NVML_FI_DEV_REMAPPED_COR, "rows_corrected"),
@@ -55,19 +48,15 @@ const FIELDS: [(u32, &str); 12] = [
     (field_id::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, "nvlink_recovery"),
 ];
 
-/// The kinds of failed calls, by what follows for later readings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FailureKind {
-    /// The board or the driver doesn't support the call, or the agent may not make it. The call
-    /// isn't made again.
+    /// The board or the driver doesn't support the call, or the agent may not make it.
     Unsupported,
-    /// There is no value at the moment.
     NoValue,
     /// The call should have worked. The failure is counted.
     Unexpected,
 }
 
-/// Returns the kind of failure that an error of a call means.
 pub(super) fn failure_kind(error: &NvmlError) -> FailureKind {
     match error {
         NvmlError::NotSupported
@@ -90,14 +79,12 @@ impl<'n> DeviceReader<'n> {
         Self { identity, handle, unsupported_calls, reads_gpm, last_gpm_sample: None }
     }
 
-    /// Returns a GPU's index in NVML, which is valid while NVML stays loaded. `None` for a slice,
-    /// or if the GPU can't be reached.
+    /// `None` for a slice, or if the GPU can't be reached.
     pub(crate) fn nvml_index(&self) -> Option<u32> {
         let gpu = self.handle.as_ref().ok().filter(|_| self.identity.parent_uuid.is_none());
         gpu?.index().ok()
     }
 
-    /// Reads all values that the device provides.
     pub(crate) fn read(&mut self) -> Reading {
         let device = match &self.handle {
             Ok(device) => device,
@@ -116,16 +103,14 @@ impl<'n> DeviceReader<'n> {
     }
 }
 
-/// Makes the calls of one reading. After a call that reports a board fault, no further
-/// calls are made.
+/// After a call that reports a board fault, no further calls are made.
 struct CallRunner<'a> {
     unsupported: &'a mut UnsupportedCalls,
     reading: Reading,
 }
 
 impl CallRunner<'_> {
-    /// Makes an NVML call and returns its value. Returns `None` if the call fails, if the device is
-    /// known not to support it, or if an earlier call of this reading reported a board fault.
+    /// `None` if the call fails or isn't supported, or an earlier one reported a board fault.
     fn call_nvml<T>(
         &mut self,
         call_name: &'static str,
@@ -137,7 +122,6 @@ impl CallRunner<'_> {
         make_call().map_err(|error| self.record_failure(call_name, &error)).ok()
     }
 
-    /// Records the failure of a call in the reading or among the unsupported calls.
     fn record_failure(&mut self, call_name: &'static str, error: &NvmlError) {
         if let Some(board_fault) = board_fault(error) {
             self.reading.board_fault = Some(board_fault);
@@ -150,7 +134,7 @@ impl CallRunner<'_> {
         }
     }
 
-    /// Reads the memory sizes, and the processes that use the memory directly or through MPS.
+    /// The processes use the memory directly or through MPS.
     fn read_memory(&mut self, device: &Device<'_>) {
         self.reading.memory =
             self.call_nvml("memory", || device.memory_info()).map(|memory| Memory {
@@ -167,7 +151,6 @@ impl CallRunner<'_> {
             .reduce(|direct, by_mps| [direct, by_mps].concat());
     }
 
-    /// Reads utilization, power, temperature and clocks.
     fn read_activity(&mut self, device: &Device<'_>) {
         let rates = self.call_nvml("utilization", || device.utilization_rates());
         self.reading.utilization_percent = rates.as_ref().map(|rates| rates.gpu.min(100));
@@ -185,7 +168,6 @@ impl CallRunner<'_> {
             .map(throttle_reasons);
     }
 
-    /// Reads the counts of PCIe and memory errors.
     fn read_errors(&mut self, device: &Device<'_>) {
         self.reading.pcie_replays = self.call_nvml("pcie_replays", || device.pcie_replay_counter());
         let ecc = |kind| device.total_ecc_errors(kind, EccCounter::Volatile);
@@ -195,7 +177,7 @@ impl CallRunner<'_> {
             self.call_nvml("ecc_uncorrected", || ecc(MemoryError::Uncorrected));
     }
 
-    /// Reads [`FIELDS`]. One call returns all of them, but each field can fail separately.
+    /// One call returns all of [`FIELDS`], but each field can fail separately.
     fn read_fields(&mut self, device: &Device<'_>) {
         let supported_fields: Vec<(u32, &'static str)> =
             FIELDS.into_iter().filter(|(_, name)| !self.unsupported.contains(name)).collect();
@@ -235,8 +217,7 @@ impl CallRunner<'_> {
         };
     }
 
-    /// Reads the performance counters over the time since `last_sample`, and replaces that sample.
-    /// Returns `None` at the first reading, which has no earlier sample.
+    /// `None` at the first reading.
     fn read_gpm<'n>(
         &mut self,
         device: &Device<'n>,
@@ -276,8 +257,8 @@ impl CallRunner<'_> {
     }
 }
 
-/// Converts a process. A size of 0 bytes becomes `None`, because a process with a context always
-/// uses memory: drivers that translate pids between namespaces report 0 instead of the size.
+/// A size of 0 bytes becomes `None`, because a process with a context always uses memory: drivers
+/// that translate pids between namespaces report 0.
 fn convert_process(process: &ProcessInfo) -> Process {
     let bytes = match process.used_gpu_memory {
         UsedGpuMemory::Used(bytes) if bytes > 0 => Some(bytes),
@@ -286,8 +267,8 @@ fn convert_process(process: &ProcessInfo) -> Process {
     Process { pid: process.pid, bytes }
 }
 
-/// Converts a field's value to a whole number. `None` for a negative value or a fraction: fields
-/// are counts, flags or temperatures, and no working board is below zero degrees.
+/// `None` for a negative value or a fraction: fields are counts, flags or temperatures, and no
+/// working board is below zero degrees.
 fn whole_number(value: &SampleValue) -> Option<u64> {
     match *value {
         SampleValue::U32(value) => Some(value.into()),
@@ -297,7 +278,7 @@ fn whole_number(value: &SampleValue) -> Option<u64> {
     }
 }
 
-/// Returns the names of the reasons why clocks are reduced. Leaves out idleness, which is no fault.
+/// Leaves out idleness, which is no fault.
 fn throttle_reasons(reasons: ThrottleReasons) -> Vec<&'static str> {
     let names = [
         (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "applications_clocks"),

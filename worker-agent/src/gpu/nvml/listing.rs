@@ -1,12 +1,9 @@
 //! Lists NVML's devices for the GPU thread's readings, and determines the identity of each.
 //!
-//! A *device* is a GPU, or one of the *slices* into which MIG has divided a GPU. The GPU thread
-//! calls [`list_devices`] after each load of NVML. It reloads NVML while a device is missing, and
-//! passes the identities (UUID, index, name and so on) that were listed before the reload. A GPU
-//! that can't be reached any more, or that NVML no longer lists, keeps its identity, and so do its
-//! slices. They get readers without a handle, which report the board's fault, or no fault if the
-//! cause is unknown. A slice that is gone from a GPU that can be reached is forgotten.
-//! [`DeviceReader`] reads all values besides the identity.
+//! Devices that were listed before a reload of NVML keep their identities, also a GPU that can't be
+//! reached any more or that NVML no longer lists, and its slices. They get readers without a
+//! handle, which report the board's fault, or none if the cause is unknown. A slice that is gone
+//! from a GPU that can be reached is forgotten.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -20,9 +17,7 @@ use super::{
 };
 use crate::config::selector::PciAddress;
 
-/// Returns a reader for each device: each GPU, followed by its slices. `known_devices` are the
-/// devices that were listed before NVML was reloaded. Those that can't be reached any more are
-/// included. `reads_gpm` says whether to read the performance counters of GPUs.
+/// `known_devices` were listed before NVML was reloaded.
 pub(in crate::gpu) fn list_devices<'n>(
     nvml: &'n Nvml,
     known_devices: &[Identity],
@@ -43,8 +38,8 @@ pub(in crate::gpu) fn list_devices<'n>(
     let reached: Vec<&Identity> = devices.iter().map(|device| &device.identity).collect();
     let absent = absent_devices(known_devices, &reached, &unreachable);
     if !absent.is_empty() {
-        // NVML may have given the remaining GPUs new indices. They keep their old indices, because
-        // the settings and operators refer to these.
+        // NVML may have given the remaining GPUs new indices. The settings and operators refer to
+        // the old ones.
         for DeviceReader { identity, .. } in &mut devices {
             let earlier_gpu =
                 known_devices.iter().find(|device| device.uuid == identity.board_uuid());
@@ -59,8 +54,6 @@ pub(in crate::gpu) fn list_devices<'n>(
     devices
 }
 
-/// Returns the devices without a handle, each with its board's fault. `known_devices` are the
-/// devices listed before the reload. `reached` are the devices that have a handle now.
 /// `unreachable` has the fault of each GPU that NVML counts but gives no handle for, by index.
 fn absent_devices(
     known_devices: &[Identity],
@@ -86,15 +79,10 @@ fn absent_devices(
     absent
 }
 
-/// Returns the identity of a GPU whose UUID was never read.
 fn identity_without_uuid(index: u32) -> Identity {
     Identity { uuid: format!("index-{index}"), index, ..Identity::default() }
 }
 
-/// Returns the GPU at `index` and its slices.
-///
-/// # Errors
-/// If NVML gives no handle for the GPU, or its UUID can't be read.
 fn reach_gpu<'n>(
     nvml: &'n Nvml,
     index: u32,
@@ -136,7 +124,7 @@ fn reach_gpu<'n>(
     Ok([DeviceReader::new(identity, Ok(device), reads_gpm)].into_iter().chain(slices).collect())
 }
 
-/// Lists the slices of a GPU. NVML's slice indices may have gaps.
+/// NVML's slice indices may have gaps.
 fn list_slices<'n>(
     device: &Device<'n>,
     parent: &Identity,
@@ -156,7 +144,6 @@ fn list_slices<'n>(
     slices.filter_map(Result::transpose).map(|slice| identify(slice?)).collect()
 }
 
-/// Returns the value of a call, or `None` if the call is not supported or there is no value.
 fn value_if_supported<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match result {
         Err(error) if failure_kind(&error) != FailureKind::Unexpected => Ok(None),
@@ -164,8 +151,7 @@ fn value_if_supported<T>(result: Result<T, NvmlError>) -> Result<Option<T>, Nvml
     }
 }
 
-/// Returns the NUMA node that the kernel reports for a PCI device. `None` if the kernel doesn't
-/// know the node, for which it reports -1.
+/// The kernel reports -1 for an unknown node.
 fn numa_node(pci_address: &str) -> Option<u32> {
     let address: PciAddress = pci_address.parse().ok()?;
     let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));

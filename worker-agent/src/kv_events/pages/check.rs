@@ -1,12 +1,4 @@
 //! Checks the invariants of [`Pages`], which tracks the resident pages of one rank, for its tests.
-//!
-//! [`Pages`] keeps the pages in a tree of *runs* (consecutive pages without a branch), a table that
-//! finds a page's run by the page's hash, and some counts. The check compares the table and the
-//! counts with the tree. Only unit tests call it.
-//!
-//! A *block* is the unit in which routers count prompts. A run also has the hashes of the blocks
-//! that end in it. If blocks are longer than pages, it has for each page the sum over the tokens of
-//! the block that the page leaves unended (`open_sums`).
 
 use std::collections::HashSet;
 
@@ -18,10 +10,6 @@ use proto::{
 use super::{Pages, ROOT, RUN_PAGES_MAX, Run, TIER_BITS, table_key, tier_bit};
 
 impl Pages {
-    /// Checks the whole tree of runs, the table and the counts.
-    ///
-    /// # Panics
-    /// With the violated invariant.
     pub fn check_invariants(&self) {
         let runs: Vec<RunId> =
             std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run)).collect();

@@ -1,15 +1,12 @@
 //! Converts between page numbers and block numbers of a prompt, for the index of resident pages.
 //!
-//! A page is the engine's unit of KV memory. A block is the unit in which routers count a prompt.
-//! The pages and the blocks of a prompt are both numbered from 0 and begin at token 0. A page is
-//! never larger than a block. If the page size doesn't divide the block size, some blocks end
-//! inside a page. [`Grid`] knows only the two sizes: no prompt, no tokens and no hashes.
+//! Both are numbered from 0 and begin at token 0. A page is never larger than a block. If the page
+//! size doesn't divide the block size, some blocks end inside a page.
 
 use std::ops::Range;
 
 use proto::block::BlockTokens;
 
-/// The sizes of pages and blocks, in tokens.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {
     page_tokens: usize,
@@ -25,28 +22,23 @@ impl Grid {
         u32::try_from(self.page_tokens).expect("`new` took it from a u32")
     }
 
-    /// Whether every page is exactly one block.
     pub(super) fn page_is_block(&self) -> bool {
         self.page_tokens == self.block_tokens
     }
 
-    /// Returns the number of tokens in a prompt's first `pages` pages.
     pub(super) fn tokens_in(&self, pages: usize) -> u64 {
         pages as u64 * self.page_tokens as u64
     }
 
-    /// Returns the number of blocks that end within a prompt's first `pages` pages.
     pub(super) fn blocks_ended_in(&self, pages: usize) -> usize {
         pages * self.page_tokens / self.block_tokens
     }
 
-    /// Returns the numbers of the pages that contain tokens of block number `block`.
     pub(super) fn pages_of(&self, block: usize) -> Range<usize> {
         let (first_token, end_token) = (block * self.block_tokens, (block + 1) * self.block_tokens);
         first_token / self.page_tokens..end_token.div_ceil(self.page_tokens)
     }
 
-    /// Returns the numbers of the blocks that contain tokens of the pages `from..to`.
     pub(super) fn blocks_touching(&self, from: usize, to: usize) -> Range<usize> {
         let (first_token, end_token) = (from * self.page_tokens, to * self.page_tokens);
         first_token / self.block_tokens..end_token.div_ceil(self.block_tokens)

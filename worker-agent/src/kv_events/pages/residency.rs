@@ -1,13 +1,8 @@
 //! Marks pages of [`Pages`] as resident or gone, and finds the blocks that change with them.
 //!
-//! A page of the engine's KV cache can be resident in two *tiers*: GPU memory and host memory. A
-//! *block*, the unit in which routers count a prompt, is resident in a tier while all its pages
-//! are. `pages.rs` calls these functions for each KV event, and passes the changed blocks on.
-//!
-//! The pages are in *runs*, unbranched parts of the tree of known prompts; `runs` changes that
-//! tree. A block may begin in one run and end in a descendant of that run. The run in which the
-//! block ends stores the block's hash. A *block number* counts the blocks of a prompt from 0. A
-//! *block index* counts the blocks that end in one run from 0.
+//! A block may begin in one run and end in a descendant of that run, which stores its hash. A
+//! *block number* counts the blocks of a prompt from 0. A *block index* counts those that end in
+//! one run from 0. Indexes of pages are in their run.
 
 use std::ops::Range;
 
@@ -16,8 +11,6 @@ use proto::{block::Tier, kv::Change, table::RunId};
 use super::{Pages, ROOT, tier_bit};
 
 impl Pages {
-    /// Marks pages of a run as resident in `tier`. Appends to `changes` the blocks that become
-    /// resident with these pages. `pages` are indexes in the run.
     pub(super) fn mark_resident(
         &mut self,
         run: RunId,
@@ -35,8 +28,6 @@ impl Pages {
         }
     }
 
-    /// Marks pages of a run as no longer resident in `tier`. Appends to `changes` the blocks that
-    /// are no longer resident without these pages. `pages` are indexes in the run.
     pub(super) fn mark_gone(
         &mut self,
         run: RunId,
@@ -57,8 +48,7 @@ impl Pages {
         self.prune(run);
     }
 
-    /// Returns all resident blocks, as changes for a router that knows none of them. The blocks of
-    /// a run come before those of its child runs.
+    /// The blocks of a run come before those of its child runs.
     pub fn snapshot(&self) -> impl Iterator<Item = Change> {
         let runs = std::iter::successors(self.next_run(ROOT), |&run| self.next_run(run));
         let runs_and_tiers = runs.flat_map(|run| [(run, Tier::Device), (run, Tier::Host)]);
@@ -71,8 +61,7 @@ impl Pages {
         })
     }
 
-    /// Returns the change that reports blocks of a run as resident. `blocks` are block indexes in
-    /// [`Run::blocks`](super::Run::blocks).
+    /// `blocks` are block indexes in [`Run::blocks`](super::Run::blocks).
     fn stored_change(&self, run: RunId, blocks: Range<usize>, tier: Tier) -> Change {
         let content = self.run(run);
         let blocks_before_run = self.grid.blocks_ended_in(content.start_page as usize);
@@ -83,8 +72,7 @@ impl Pages {
         Change::Stored { tier, parent, blocks: content.blocks[blocks].to_vec() }
     }
 
-    /// Returns those indexes in `pages` whose page satisfies `matches`, joined into ranges.
-    /// `pages` are indexes in the run, and `matches` gets a page's hash with its tier bits.
+    /// `matches` gets a page's hash with its tier bits.
     fn page_ranges_where(
         &self,
         run: RunId,
@@ -101,8 +89,7 @@ impl Pages {
         ranges
     }
 
-    /// Returns the resident blocks that contain tokens of some pages of `run`. `pages` are indexes
-    /// in the run. Each entry of the result is a run and a range of block indexes in that run.
+    /// A range has a run and block indexes in it.
     fn resident_block_ranges(
         &self,
         run: RunId,
@@ -116,10 +103,8 @@ impl Pages {
         resident_ranges
     }
 
-    /// Appends to `resident_ranges` those of `blocks` that are resident. The form is that of
-    /// [`Self::resident_block_ranges`]. `blocks` are block numbers, and the blocks end in `run` or
-    /// in its descendants. Descendants on different branches have blocks with the same number. All
-    /// of these blocks are checked.
+    /// `blocks` are block numbers, and end in `run` or in its descendants. Descendants on different
+    /// branches have blocks with the same number: all of these are checked.
     fn collect_resident_ranges(
         &self,
         run: RunId,
@@ -147,7 +132,7 @@ impl Pages {
         }
     }
 
-    /// Whether all pages of block number `block` are resident in `tier`. The block ends in `run`.
+    /// The block ends in `run`.
     fn is_block_resident(&self, run: RunId, block: usize, tier: Tier) -> bool {
         let mut run = run;
         self.grid.pages_of(block).rev().all(|page| {

@@ -1,10 +1,7 @@
 //! Creates, grows, splits, joins and removes the runs of [`Pages`], which form a tree.
 //!
-//! [`Pages`] tracks which pages of the engine's KV cache are resident. A *run* holds consecutive
-//! pages of a prompt without a branch between them. A *block* is the unit in which routers count a
-//! prompt. Each change here keeps four things consistent: the runs' pages, their blocks, the links
-//! between runs, and the table that finds a page's run. `pages.rs` and `residency` call these
-//! functions, and decide which pages are resident.
+//! Each change here keeps four things consistent: the runs' pages, their blocks, the links between
+//! runs, and the table that finds a page's run.
 
 use std::ops::Range;
 
@@ -18,19 +15,15 @@ use super::{
     without_tier_bits,
 };
 
-/// The result of [`Pages::append`].
 pub(super) struct Appended {
-    /// The end of the run to which the pages were appended.
     pub(super) end: Position,
-    /// Why the page after the appended ones was rejected. `None` if all pages that fit were
-    /// appended.
+    /// `None` if all pages that fit were appended.
     pub(super) rejection: Option<Error>,
 }
 
 impl Pages {
-    /// Appends an event's pages from index `from` on after `position`. The page at `from` must be
-    /// unknown, and `position` must be the end of a run. Appends at most as many pages as fit in
-    /// one run, and doesn't mark them resident.
+    /// The page at `from` must be unknown, and `position` the end of a run. Appends at most as many
+    /// pages as fit in one run, and doesn't mark them resident.
     pub(super) fn append(&mut self, position: Position, stored: &Stored, from: usize) -> Appended {
         let mut chain = self.resume_chain(position, stored);
         let is_leaf_with_room = position.run != ROOT
@@ -80,9 +73,9 @@ impl Pages {
         Appended { end, rejection }
     }
 
-    /// Makes room in a run for `pages` more pages. A list that must grow also gets a sixteenth of
-    /// its length as reserve, because the next turn of the same session appends pages too. `Vec`
-    /// itself would double the list and leave up to half of it unused.
+    /// A list that must grow also gets a sixteenth of its length as reserve, because the next turn
+    /// of the same session appends pages too. `Vec` itself would double the list and leave up to
+    /// half of it unused.
     fn reserve(&mut self, run: RunId, pages: usize) {
         fn reserve_in<T>(list: &mut Vec<T>, more: usize) {
             if list.capacity() < list.len() + more {
@@ -101,7 +94,6 @@ impl Pages {
         }
     }
 
-    /// Adds an empty run as a child of `parent`.
     fn add_child(&mut self, parent: RunId, block_before: BlockHash, open_sum_before: u64) -> RunId {
         let content = self.run(parent);
         let start_page = content.start_page as usize + content.pages.len();
@@ -112,7 +104,6 @@ impl Pages {
         run
     }
 
-    /// Stores a run under a free id, outside the tree.
     fn add_unlinked(&mut self, run: Run) -> RunId {
         if let Some(id) = self.free_ids.pop() {
             *self.run_mut(id) = run;
@@ -126,7 +117,6 @@ impl Pages {
         id
     }
 
-    /// Makes `run` the first child of `parent`.
     fn link(&mut self, parent: RunId, run: RunId) {
         let next_sibling = self.run(parent).first_child;
         let content = self.run_mut(run);
@@ -138,7 +128,6 @@ impl Pages {
         self.run_mut(parent).first_child = run;
     }
 
-    /// Unlinks a run from its parent and its siblings.
     fn unlink(&mut self, run: RunId) {
         let Run { parent, previous_sibling, next_sibling, .. } = *self.run(run);
         if previous_sibling == ROOT {
@@ -158,8 +147,7 @@ impl Pages {
         })
     }
 
-    /// Returns the run that follows `run` in a walk over the whole tree, or `None` at its end. The
-    /// walk visits a run before its children.
+    /// The walk visits a run before its children.
     pub(super) fn next_run(&self, run: RunId) -> Option<RunId> {
         if self.run(run).first_child != ROOT {
             return Some(self.run(run).first_child);
@@ -171,8 +159,6 @@ impl Pages {
         (run != ROOT).then(|| self.run(run).next_sibling)
     }
 
-    /// Changes the table's entries of some pages of run `from`, so that they name run `to`. `pages`
-    /// are indexes in `from`.
     fn move_entries(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
         let Self { runs, table, .. } = self;
         let content = &runs[from as usize];
@@ -185,9 +171,7 @@ impl Pages {
         }
     }
 
-    /// Splits a run after its first `head_len` pages. Returns the ids of the first part (the head)
-    /// and of the second (the tail). The longer part keeps the run's id, because each page of the
-    /// other part needs a new table entry.
+    /// The longer part keeps the run's id, because each page of the other needs a new table entry.
     pub(super) fn split(&mut self, run: RunId, head_len: usize) -> (RunId, RunId) {
         let len = self.run(run).pages.len();
         debug_assert!(0 < head_len && head_len < len, "both parts have pages");
@@ -209,8 +193,7 @@ impl Pages {
         (head, tail)
     }
 
-    /// Joins a run with its child if it has exactly one child and the pages of both fit in one run.
-    /// The longer run's id stays in use.
+    /// Joins only if the pages of both fit in one run. The longer run's id stays in use.
     fn join_only_child(&mut self, run: RunId) {
         let child = self.run(run).first_child;
         let has_only_child = run != ROOT && child != ROOT && self.run(child).next_sibling == ROOT;
@@ -232,7 +215,6 @@ impl Pages {
         self.set_children_parent(kept_id);
     }
 
-    /// Makes `run` the parent of all runs in its list of children.
     fn set_children_parent(&mut self, run: RunId) {
         let mut child = self.run(run).first_child;
         while child != ROOT {
@@ -241,10 +223,9 @@ impl Pages {
         }
     }
 
-    /// Removes the pages at the end of `run` that are resident in no tier. If no page of `run` is
-    /// left, continues at the end of the parent run, and so on. Stops at a resident page, at a run
-    /// that has children, and at the root. A page that isn't resident is kept if a tracked page
-    /// follows it, because the position of the following page depends on it.
+    /// Goes from the end of `run` back into its parents, up to a resident page, a run that has
+    /// children, or the root. A page that isn't resident is kept if a tracked page follows it,
+    /// because the position of the following page depends on it.
     pub(super) fn prune(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {
@@ -284,21 +265,19 @@ impl Pages {
         self.lists_bytes = self.lists_bytes + content.bytes() - bytes_before;
     }
 
-    /// Removes an empty leaf run from the tree.
     fn remove_leaf(&mut self, run: RunId) {
         self.unlink(run);
         self.take_content(run);
         self.free_ids.push(run);
     }
 
-    /// Takes a run's content and leaves an empty run in its place.
+    /// Leaves an empty run in its place.
     fn take_content(&mut self, run: RunId) -> Run {
         let taken = std::mem::take(self.run_mut(run));
         self.lists_bytes -= taken.bytes();
         taken
     }
 
-    /// Replaces the empty run at the id `run` by `content`.
     fn put_content(&mut self, run: RunId, content: Run) {
         self.lists_bytes += content.bytes();
         *self.run_mut(run) = content;
@@ -306,14 +285,12 @@ impl Pages {
 }
 
 impl Run {
-    /// Returns the bytes of memory that the run's lists hold.
     pub(super) fn bytes(&self) -> usize {
         self.pages.capacity() * size_of::<u64>()
             + self.open_sums.capacity() * size_of::<u64>()
             + self.blocks.capacity() * size_of::<BlockHash>()
     }
 
-    /// Keeps the first `head_len` pages, and returns a run with the pages after them.
     fn split_off(&mut self, head_len: usize, grid: Grid) -> Self {
         let run_start = self.start_page as usize;
         let tail_start = run_start + head_len;
@@ -337,7 +314,6 @@ impl Run {
         tail
     }
 
-    /// Appends the pages, sums and blocks of `other`, which begins where this run ends.
     fn absorb(&mut self, other: Self) {
         self.pages.reserve_exact(other.pages.len());
         self.pages.extend(other.pages);

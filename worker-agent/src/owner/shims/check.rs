@@ -1,34 +1,29 @@
 //! Says once for each engine process if its shim doesn't come.
 //!
-//! The shim is Berth's Python part in the engine. It connects to the agent while the engine starts.
-//! Without it the agent works, but finds out less, later and less exactly.
+//! A shim connects while the engine starts. Without it the agent works, but finds out less.
 
 use std::time::{Duration, Instant};
 
 use tracing::warn;
 
-/// How long after an engine was found its shims may come. A shim tries to connect once a second.
+/// A shim tries to connect once a second.
 const SHIM_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// When to look whether the engine's shims have come.
 #[derive(Debug, Default)]
 pub(in super::super) struct ShimCheck {
     due: Option<Instant>,
 }
 
 impl ShimCheck {
-    /// Begins to wait for the shims of a new engine process.
     pub(in super::super) fn begin(&mut self, now: Instant) {
         self.due = Some(now + SHIM_WAIT_MAX);
     }
 
-    /// Returns when [`Self::run_deadline`] must be called next.
     pub(in super::super) fn next_deadline(&self) -> Option<Instant> {
         self.due
     }
 
-    /// Looks, when it is time, whether the shims of all ranks have come. Returns whether some are
-    /// missing, once for each engine process.
+    /// Returns true once for each engine process, if shims are missing.
     pub(super) fn run_deadline(&mut self, now: Instant, shims: usize, ranks: usize) -> bool {
         if self.due.is_none_or(|due| due > now) {
             return false;

@@ -1,8 +1,7 @@
 //! Defines the trimmer's messages, and holds one plan until the receiver takes it. Pure.
 //!
-//! The trimmer is the part of the shim that removes from a full history what the session already
-//! holds. The parent module describes it and its plans. While a plan waits here, the connection
-//! reads no further message, so that a slow receiver loses no plan.
+//! While a plan waits here, the connection reads no further message, so that a slow receiver loses
+//! no plan.
 
 use serde::Deserialize;
 
@@ -11,25 +10,21 @@ use super::{
     PlanReport, Trimmer, TrimmerEvent,
 };
 
-/// The DP rank of every trimmer: a trimmer works only if the engine has a single DP rank.
+/// A trimmer works only if the engine has a single DP rank.
 pub(super) const DP_RANK: u32 = 0;
 
-/// The state of one connection to a trimmer.
 #[derive(Debug, Default)]
 pub(super) struct TrimmerConnection {
-    /// The plan that was read and that the receiver hasn't taken.
     waiting_plan: Option<PlanReport>,
 }
 
-/// A message from a trimmer.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(tag = "message")]
 pub(super) enum TrimmerMessage {
-    /// The first message of a connection; sent only once.
+    /// Sent only once.
     Trimmer(Trimmer),
-    /// A plan for a marked turn, which is a turn that the agent asked to trim. If the plan carries
-    /// a question, the turn waits for the agent's answer, and its final plan follows later.
-    /// Otherwise the plan is final, and the engine gets the turn next.
+    /// With a question, the turn waits for the answer, and its final plan follows later. Otherwise
+    /// the plan is final, and the engine gets the turn next.
     Planned(PlanReport),
 }
 
