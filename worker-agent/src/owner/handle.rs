@@ -118,21 +118,50 @@ pub(super) enum OwnerMessage {
         reply: oneshot::Sender<Result<OpenedSession, Error>>,
     },
     /// The answer says whether the close waits for a running turn.
-    Close { key: SessionKey, only_if_idle: bool, reply: oneshot::Sender<Result<bool, Error>> },
+    Close {
+        key: SessionKey,
+        only_if_idle: bool,
+        reply: oneshot::Sender<Result<bool, Error>>,
+    },
     /// The answer comes when the engine has demoted the session, or can't.
-    Demote { key: SessionKey, reply: oneshot::Sender<Result<(), Error>> },
-    Audit { dp_rank: u32, reply: oneshot::Sender<Result<RankPageAudit, audit::Error>> },
+    Demote {
+        key: SessionKey,
+        reply: oneshot::Sender<Result<(), Error>>,
+    },
+    Audit {
+        dp_rank: u32,
+        reply: oneshot::Sender<Result<RankPageAudit, audit::Error>>,
+    },
     WatchSessions(oneshot::Sender<SessionWatch>),
-    BeginControl { effect: Effect, reply: oneshot::Sender<Result<(), Error>> },
+    BeginControl {
+        effect: Effect,
+        reply: oneshot::Sender<Result<(), Error>>,
+    },
     EndControl(ControlEnd),
     Engine(EngineNews),
-    OpenResult { incarnation: String, result: OpenResult },
-    CloseResult { incarnation: String, result: CloseResult },
+    OpenResult {
+        incarnation: String,
+        result: OpenResult,
+    },
+    CloseResult {
+        incarnation: String,
+        result: CloseResult,
+    },
     /// The audit was made in this process.
-    RemoteAudit { dp_rank: u32, answer: audit::remote::RemoteAnswer },
+    RemoteAudit {
+        dp_rank: u32,
+        answer: audit::remote::RemoteAnswer,
+    },
     /// Running turns may continue for `grace_period`.
-    Drain { grace_period: Duration, ending: Ending, reply: oneshot::Sender<()> },
-    SetDrained { wanted: bool, reply: oneshot::Sender<DrainState> },
+    Drain {
+        grace_period: Duration,
+        ending: Ending,
+        reply: oneshot::Sender<()>,
+    },
+    SetDrained {
+        wanted: bool,
+        reply: oneshot::Sender<DrainState>,
+    },
 }
 
 #[derive(Debug)]
