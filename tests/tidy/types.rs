@@ -60,7 +60,7 @@ fn implemented(line: &str) -> Option<&str> {
     }
     // Parameters may have bounds with parameters of their own.
     let mut depth = 0_usize;
-    let begin = rest.find(|character| {
+    let begin = rest.find(|character: char| {
         depth += usize::from(character == '<');
         let is_name = depth == 0 && character.is_alphabetic();
         depth = depth.saturating_sub(usize::from(character == '>'));
