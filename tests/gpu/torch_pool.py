@@ -1,18 +1,16 @@
 """Audits a KV pool of torch on a GPU with the shim's library, as the shim does in an engine.
 
 Arguments: the folder of the shim's package, the seconds to measure, and how torch allocates:
-`blocks`, or `mapped` for expandable segments, which no other process can map.
+`blocks`, or `mapped` for expandable segments.
 
 Prints one JSON object per line. A line with `report` has the audit's report in hex, with the pages
-by owner and the faults that it must show. A line with `result` is a figure, or a check if it also
-has `passed`.
+by owner and the faults that it must show. A line with `result` is a figure.
 """
 
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -27,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(sys.argv[1]).resolve()))
 
 from berth_shim.buffers import Buffer
-from berth_shim.library import AuditError, Library
+from berth_shim.library import Library
 from berth_shim.snapshot import Row, Snapshot
 
 SECONDS = float(sys.argv[2])
@@ -180,21 +178,8 @@ def main() -> None:
     pool.versions[7] += 1
     audit()
 
-    open_row_table(pool)
     if not is_mapped:
         measure(pool, decoding, audits)
-
-
-def open_row_table(pool: Pool) -> None:
-    """A row table shares the request table with another process, or must say that it can't."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        try:
-            Library().open_row_table(PAGE_TOKENS, PAGES, pool.table, 0, f"{folder}/rows", 8)
-            result = "opened"
-        except AuditError as error:
-            result = f"refused: {error}"
-    wanted = "refused" if is_mapped else "opened"
-    say(what="a row table for another process", result=result, passed=result.startswith(wanted))
 
 
 def measure(pool: Pool, decoding: Decoding, audits) -> None:

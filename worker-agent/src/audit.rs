@@ -8,8 +8,8 @@
 //!
 //! [`Audits`] numbers the requests. Its caller, the agent's owner task (`owner/audit_desk.rs`),
 //! sends them to the shim and hands in the answers. Every rank is audited at an interval, and on
-//! demand. An answer also serves all earlier requests of its rank. `read` decodes an answer, and
-//! `remote` makes audits in the agent's process. This file makes no audit, and closes no session.
+//! demand. An answer also serves all earlier requests of its rank. `read` decodes an answer. This
+//! file makes no audit, and closes no session.
 
 use std::{
     collections::BTreeMap,
@@ -22,7 +22,6 @@ use proto::load::PageAudit;
 use crate::shim::AuditReply;
 
 mod read;
-pub mod remote;
 
 pub use self::read::SessionPages;
 

@@ -50,7 +50,7 @@ pub const ABORT_WAIT_MAX: Duration = Duration::from_secs(15);
 /// The longest name of an agent, in bytes. The name is part of session ids inside the engine.
 pub const WORKER_ID_BYTES_MAX: usize = 128;
 /// Renamed settings: the old name and the new name. The old name is refused.
-const RENAMED_SETTINGS: [(&str, &str); 32] = [
+const RENAMED_SETTINGS: [(&str, &str); 31] = [
     ("piece_ms", "engine.prefill_stage_ms"),
     ("engine", "engine.url"),
     ("engine_call_ms_max", "engine.call_ms_max"),
@@ -77,7 +77,6 @@ const RENAMED_SETTINGS: [(&str, &str); 32] = [
     ("report_interval_ms", "reports.interval_ms"),
     ("drain_ms_max", "shutdown.drain_ms_max"),
     ("audit_interval_s", "audit.interval_s"),
-    ("audit_table", "audit.table"),
     ("state_dir", "files.state_dir"),
     ("shim_socket", "files.shim_socket"),
     ("devices", "gpu.devices"),
@@ -260,12 +259,6 @@ impl Config {
             require((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
         }
         self.check_engine_times(&mut require);
-        let is_audit_table_usable =
-            path_if_set(&self.audit.table).is_none() || cfg!(feature = "cuda");
-        require(
-            is_audit_table_usable,
-            "audit.table needs an agent with CUDA: cargo build --features cuda",
-        );
         require(self.audit.interval_s <= 86_400, "audit.interval_s must be 0 to 86400");
         require(
             self.sessions.rows_reserve >= 1,

@@ -456,7 +456,6 @@ fn start_agent(
         table_settings,
         journal,
         metrics: metrics.clone(),
-        audit_table: config::path_if_set(&config.audit.table),
         audit_interval: (config.audit.interval_s > 0)
             .then(|| Duration::from_secs(config.audit.interval_s)),
         engine_patience: owner::EnginePatience {

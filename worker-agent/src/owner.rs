@@ -271,9 +271,6 @@ impl Owner {
             OwnerMessage::CloseResult { incarnation, result } => {
                 self.table.handle_close_result(now(), &incarnation, result);
             }
-            OwnerMessage::RemoteAudit { dp_rank, answer } => {
-                self.audit_desk.handle_remote_answer(&mut self.table, dp_rank, answer);
-            }
             OwnerMessage::Drain { grace_period, ending, reply } => {
                 self.begin_drain(grace_period, ending, reply);
             }

@@ -24,11 +24,6 @@ enum Line {
         owners: Value,
         faults: BTreeMap<String, u64>,
     },
-    Check {
-        what: String,
-        result: String,
-        passed: bool,
-    },
     Figure {
         what: String,
         result: String,
@@ -65,9 +60,6 @@ fn audit_pool_in(
         match serde_json::from_str(line).with_context(|| format!("torch_pool.py wrote {line}"))? {
             Line::Figure { what, result } => {
                 answers.add_figure(ABOUT, named(&what), result.clone(), result);
-            }
-            Line::Check { what, result, passed } => {
-                answers.check(ABOUT, named(&what), result, passed);
             }
             Line::Audit { what, report, owners, faults } => {
                 let report = Report::decode(&bytes(&report)?)?;

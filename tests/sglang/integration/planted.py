@@ -4,7 +4,6 @@ No turn runs on these sessions any more. The engine is one of its own, and of no
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,17 +31,11 @@ class Planted(Fleet):
     def file(self) -> Path:
         return self.folder / "plant.json"
 
-    @property
-    def table(self) -> Path:
-        """The path where the engine publishes its rows; the rank is added at its end."""
-        return Path(f"/dev/shm/berth-integration-{os.getpid()}")
-
     def start_engine(self) -> None:
         env = shim_env(self.shim_socket, self.bin_dir)
         env |= {
             "PYTHONPATH": f"{PLUGIN}:{env['PYTHONPATH']}",
             "BERTH_PLANT": str(self.file),
-            "BERTH_KV_TABLE": str(self.table),
         }
         self.engine, self.engine_url = start_engine(self.folder, self.page_size, env=env)
         self.wait_engine()
@@ -69,7 +62,6 @@ def planted(fleet: Fleet, name: str, settings: str = "") -> Iterator[Planted]:
         yield own
     finally:
         own.stop()
-        published(own).unlink(missing_ok=True)
 
 
 def _incarnation(fleet: Fleet, known: set[str]) -> str:
@@ -77,10 +69,6 @@ def _incarnation(fleet: Fleet, known: set[str]) -> str:
     [new] = {one["incarnation"] for one in audit(fleet)["sessions"]} - known
     known.add(new)
     return new
-
-
-def published(fleet: Planted) -> Path:
-    return fleet.table.with_name(f"{fleet.table.name}-0")
 
 
 def _findings(fleet: Fleet) -> dict[str, Any]:
@@ -107,9 +95,6 @@ def _check(fleet: Planted) -> None:
         sessions.append((session, _incarnation(fleet, known)))
     (written, first), (sound, _), (one, third), (other, fourth) = sessions
     assert _findings(fleet) == {}, "what is wrong before"
-    before = published(fleet).read_bytes()
-    sound.turn(" So?", 5)
-    assert published(fleet).read_bytes() != before, "no step of the turn was published"
 
     fleet.plant("written", first)
     found = _findings(fleet)

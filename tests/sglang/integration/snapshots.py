@@ -13,7 +13,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[3] / "worker-agent/shim"))
 
 from berth_shim import snapshot  # noqa: E402
-from berth_shim.library import AuditError  # noqa: E402
 
 COMMITTED = 48
 
@@ -87,7 +86,7 @@ def test_there_is_no_snapshot_while_a_beam_search_runs() -> None:
     scheduler = _scheduler({}, {}, running=[_request(_kv(1), beam=object())])
     try:
         snapshot.take_snapshot(scheduler)
-    except AuditError as error:
+    except snapshot.AuditError as error:
         assert "beam" in str(error), error
     else:
         raise AssertionError("rows without a request were left out of a snapshot")

@@ -196,8 +196,6 @@ class _Shim:
         self._link.set_hello(wire.encode(self._hello))
         refusal = self._hello.undemotable_reason
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
-        if "audit" not in self._off:
-            self._sampler.start_publishing_rows(self._hello.dp_rank)
         # With `--sleep-on-idle`, an idle scheduler polls its sockets for up to a second.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_receiver, 1)  # 1 is zmq's POLLIN.
@@ -241,8 +239,6 @@ class _Shim:
 
     def _before_requests(self) -> None:
         """Runs before the engine handles the new requests of a step."""
-        if self._sampler is not None and self._sampler.is_publishing_rows:
-            self._call_sampler("begin_step")
         if self._sampler is not None and self._sampler.has_work:
             self._call_sampler("run_commands")
         self._call_sampler("send_heartbeat")

@@ -21,7 +21,8 @@ from typing import Any
 
 from . import snapshot, wire
 from .buffers import buffers, device
-from .library import AuditError, Library, PageAudits
+from .library import Library, PageAudits
+from .snapshot import AuditError
 
 # The maximum bytes of KV that one audit digests on a GPU. Reading them takes about 0.1 ms of the
 # GPU's memory bandwidth. Each audit digests other sessions than the audit before it, in rotation.
@@ -47,7 +48,7 @@ class Auditor:
         # The library's handle for this pool.
         self._page_audits: PageAudits | None = None
         # The CUDA ordinal of the pool's device; -1 if it is no CUDA device.
-        self.cuda_ordinal = -1
+        self._cuda_ordinal = -1
         # The device's name and the bytes of KV per page, for the hello.
         self.device, self.page_bytes = "", 0
         # Why no audit is possible; empty if audits are possible. The engine may lack what an audit
@@ -62,7 +63,7 @@ class Auditor:
 
     def _open_library(self) -> None:
         scheduler = self._scheduler
-        self.device, self.cuda_ordinal = device(scheduler)
+        self.device, self._cuda_ordinal = device(scheduler)
         kv_buffers = buffers(scheduler)
         self.page_bytes = sum(buffer.page_bytes for buffer in kv_buffers)
         if refusal := self.refusal or snapshot.audit_refusal(scheduler):
@@ -72,7 +73,7 @@ class Auditor:
             pool_pages=scheduler.max_total_num_tokens // scheduler.page_size,
             request_table=scheduler.req_to_token_pool.req_to_token,
             buffers=kv_buffers,
-            cuda_ordinal=self.cuda_ordinal,
+            cuda_ordinal=self._cuda_ordinal,
         )
 
     def request(self, number: int) -> None:
@@ -149,9 +150,9 @@ class Auditor:
         pool_snapshot = snapshot.take_snapshot(self._scheduler)
         self._running_audit = _Audit(self._requested_number, pool_snapshot, self._page_audits)
         self._requested_number = None
-        is_on_gpu = self.cuda_ordinal >= 0
+        is_on_gpu = self._cuda_ordinal >= 0
         digest_bytes_max = GPU_DIGEST_BYTES_MAX if is_on_gpu else HOST_DIGEST_BYTES_MAX
-        self._page_audits.begin(pool_snapshot, self.current_stream(), digest_bytes_max)
+        self._page_audits.begin(pool_snapshot, self._current_stream(), digest_bytes_max)
 
     def _advance(self) -> None:
         """Starts the audit's thread once the copy is complete, and then waits for its report."""
@@ -168,11 +169,11 @@ class Auditor:
                 answer = wire.Audited(audit.number, spent, None, names, report)
                 self._answer = wire.encode(answer)
 
-    def current_stream(self) -> int:
+    def _current_stream(self) -> int:
         """Returns the scheduler's current CUDA stream; 0 if the pool is not on a CUDA device. The
         device works on an audit after the work that is already queued on this stream, because the
         snapshot is valid only after that work."""
-        if self.cuda_ordinal < 0:
+        if self._cuda_ordinal < 0:
             return 0
         import torch
 

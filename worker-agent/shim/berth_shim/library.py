@@ -2,8 +2,8 @@
 
 A page audit checks who holds each page of the KV pool. The library reads the engine's request table
 and its KV buffers in place. `audit` passes snapshots of the pool to `PageAudits` and gets reports.
-`publish` writes the rows in use to a file with `RowTable`. This module decides nothing: it only
-converts arguments, and turns the library's errors into an `AuditError`.
+This module decides nothing: it only converts arguments, and turns the library's errors into an
+`AuditError`.
 
 `kernels/capi/berth_kv.h` documents the library's functions and structures. The structures below
 must have the same fields in the same order.
@@ -14,22 +14,16 @@ import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .buffers import Buffer
+from .snapshot import AuditError, Row, Snapshot
 from .wire import AUDIT_BYTES_MAX
-
-if TYPE_CHECKING:
-    from .snapshot import Snapshot, Row
 
 # The version of the library's interface that this module calls.
 ABI_VERSION = 1
 # The default file names of the library, and of its kernels for the GPU.
 LIBRARY_FILE, KERNELS_FILE = "libberth_kv.so", "kv_account.fatbin"
-
-
-class AuditError(Exception):
-    """An audit isn't possible. The error's text says why, for an operator."""
 
 
 class _Buffer(Structure):
@@ -64,13 +58,6 @@ class _Snapshot(Structure):
     ]
 
 
-class _TableRow(Structure):
-    _fields_ = [
-        ("row", c_uint32), ("len", c_uint32), ("session", c_uint32), ("zero", c_uint32),
-        ("version", c_uint64), ("key", c_uint64),
-    ]
-
-
 class Library:
     """The loaded library. Its file is `BERTH_KV_LIBRARY`, or else LIBRARY_FILE beside the shim. The
     file of its kernels is `BERTH_KV_FATBIN`, or else KERNELS_FILE beside the library."""
@@ -100,11 +87,6 @@ class Library:
             "ready": (c_int32, [c_uint64]),
             "finish": (c_int64, [c_uint64, uint32s, uint64s, c_uint32, c_void_p, c_uint64]),
             "abandon": (c_int32, [c_uint64]),
-            "table_open": (
-                c_int32, [POINTER(_Pool), c_char_p, c_char_p, c_uint32, c_uint32, uint64s]
-            ),
-            "table_begin": (c_int32, [c_uint64, c_uint64]),
-            "table_done": (c_int32, [c_uint64, POINTER(_TableRow), c_uint32, c_uint64]),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(functions, f"berth_kv_{name}")
@@ -133,30 +115,6 @@ class Library:
         page_bytes = sum(buffer.page_bytes for buffer in buffers)
         return PageAudits(self, self._functions, handle, page_bytes)
 
-    def open_row_table(
-        self,
-        page_tokens: int,
-        pool_pages: int,
-        request_table: Any,
-        cuda_ordinal: int,
-        path: str,
-        table_versions: int,
-    ) -> "RowTable":
-        """Opens a table in the file at `path`, to which the device writes the rows that are in use.
-        The file must be in memory (tmpfs), and holds `table_versions` versions of the table. The
-        other arguments are those of `open_audits`."""
-        row_count, row_stride = request_table.shape[0], request_table.stride(0)
-        pool = _Pool(
-            page_tokens, pool_pages + 1, request_table.data_ptr(), row_count, row_stride,
-            None, 0, cuda_ordinal,
-        )
-        handle = c_uint64()
-        kernels = self._kernels_path.encode() if cuda_ordinal >= 0 else None
-        self.check_result(self._functions.berth_kv_table_open(
-            pool, kernels, path.encode(), table_versions, row_count, handle
-        ))
-        return RowTable(self, self._functions, handle)
-
     def check_result(self, result: int) -> int:
         """Returns the result of a call. Raises the library's error if the result is negative."""
         if result < 0:
@@ -175,7 +133,7 @@ class PageAudits:
         self._page_bytes = page_bytes
         self._report_buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
 
-    def begin(self, snapshot: "Snapshot", stream: int, digest_bytes_max: int) -> None:
+    def begin(self, snapshot: Snapshot, stream: int, digest_bytes_max: int) -> None:
         """Starts to copy what the snapshot names. The library copies on a CUDA stream of its own,
         after the work that is already queued on `stream`. It also digests at most
         `digest_bytes_max` bytes of KV."""
@@ -196,7 +154,7 @@ class PageAudits:
         """Whether the copy is complete."""
         return bool(self._library.check_result(self._functions.berth_kv_ready(self._handle)))
 
-    def finish(self, rows_now: "Sequence[Row]") -> bytes:
+    def finish(self, rows_now: Sequence[Row]) -> bytes:
         """Returns the report. `rows_now` are the rows in use after the copy. Their versions tell
         which rows have changed since the snapshot. Blocks until the device is done, but releases
         Python's global lock meanwhile."""
@@ -211,32 +169,6 @@ class PageAudits:
     def abandon(self) -> None:
         """Ends the running audit without a report."""
         self._functions.berth_kv_abandon(self._handle)
-
-
-class RowTable:
-    """Writes the rows in use to the table's file. Call `begin_step` before each scheduler step, and
-    `end_step` after it."""
-
-    def __init__(self, library: Library, functions: Any, handle: c_uint64):
-        self._library = library
-        self._functions = functions
-        self._handle = handle
-
-    def begin_step(self, stream: int) -> None:
-        """Marks the rows as changing. Must be called before the step queues its first change on the
-        stream."""
-        self._library.check_result(self._functions.berth_kv_table_begin(self._handle, stream))
-
-    def end_step(self, live_rows: "Sequence[Row]", keys: Sequence[int], stream: int) -> None:
-        """Writes the rows in use. Must be called after the step has queued its last change on the
-        stream. `keys` has the key of each row's holder, indexed by `Row.holder_number`."""
-        rows = (_TableRow * len(live_rows))(*(
-            (row.row_index, row.tokens, row.holder_number, 0, row.version, keys[row.holder_number])
-            for row in live_rows
-        ))
-        self._library.check_result(
-            self._functions.berth_kv_table_done(self._handle, rows, len(rows), stream)
-        )
 
 
 def _id_list(ids: Any) -> _List:

@@ -14,7 +14,6 @@ the scheduler's thread, and nothing waits. While no agent is connected, each hoo
 comparison.
 """
 
-import logging
 import time
 from collections import deque
 from typing import Any
@@ -23,9 +22,7 @@ from msgspec.structs import replace
 
 from . import demotion, wire
 from .audit import Auditor
-from .library import AuditError
 from .link import Link
-from .publish import RowPublisher, table_path
 from .republish import Republisher
 from .table import SessionTable, answer_tokens
 
@@ -60,7 +57,6 @@ class Sampler:
         self._link = link
         self._auditor = auditor
         self._republisher = republisher
-        self._row_publisher: RowPublisher | None = None
         self._demotion_refusal = demotion_refusal
         self._table = SessionTable(scheduler)
         # The following state holds for this connection.
@@ -134,28 +130,7 @@ class Sampler:
             self._events_lost += 1
             self._is_full_table_due = True
 
-    def start_publishing_rows(self, dp_rank: int) -> None:
-        """Starts to publish the request table's rows if a file for them is configured."""
-        if path := table_path(dp_rank):
-            try:
-                auditor = self._auditor
-                self._row_publisher = RowPublisher(
-                    self._scheduler, path, auditor.cuda_ordinal, auditor.current_stream
-                )
-            except AuditError as error:
-                # An agent that finds no file requests its audits from the shim instead.
-                logging.getLogger(__name__).warning("can't publish rows to %s: %s", path, error)
-
     # Called from the scheduler's loop.
-
-    @property
-    def is_publishing_rows(self) -> bool:
-        """Whether the request table's rows are published after each step."""
-        return self._row_publisher is not None
-
-    def begin_step(self) -> None:
-        """Must be called before each step changes rows, if rows are published."""
-        self._row_publisher.begin_step()
 
     @property
     def has_work(self) -> bool:
@@ -230,8 +205,6 @@ class Sampler:
 
     def sample_idle(self) -> None:
         """Samples between steps and while idle, if that is due or something may have changed."""
-        if self._row_publisher is not None:
-            self._row_publisher.end_step()
         self._advance_audit()
         if not self._link.is_connected:
             return
@@ -246,8 +219,6 @@ class Sampler:
 
     def end_step(self, batch: Any) -> None:
         """Samples after a step, when the engine has processed the step's results."""
-        if self._row_publisher is not None:
-            self._row_publisher.end_step()
         if not self._link.is_connected:
             return
         begin_ns = time.perf_counter_ns()

@@ -6,7 +6,7 @@ the *functions* of the shim that need the seam are off, and the others work:
 - `reports`: the state of the pool, the sessions and the weights. The scheduler's other functions
   need it too.
 - `demotion`: moves an idle session's KV into the radix tree.
-- `audit`: checks who holds each page, and publishes the rows for an agent that checks by itself.
+- `audit`: checks who holds each page.
 - `republishing`: publishes the radix tree again as KV events.
 - `guarding`: keeps turns of pinned sessions from the engine's storage, which would end the engine,
   and says whether the model has a second pool.

@@ -3,7 +3,7 @@
 The page audit checks who holds each page of the pool. A snapshot has the rows of the engine's
 request table with their holders, the free pages, and the tokens in the radix tree. A session holds
 a row while it has KV; so does a running request without a session. `audit` takes the snapshots, and
-the library `libberth_kv` compares them with the pages. `publish` uses only the list of rows.
+the library `libberth_kv` compares them with the pages.
 
 The snapshot only says which rows to read. The engine may change a row while the device still copies
 the row. So each row has a version: as long as the version is the same, the row's entries in use are
@@ -12,11 +12,14 @@ the same.
 
 from typing import Any, NamedTuple
 
-from .library import AuditError
 from .requests import live_requests
 from .wire import AUDIT_NAMES_MAX, is_nameable
 
 _U64_MASK = (1 << 64) - 1
+
+
+class AuditError(Exception):
+    """An audit isn't possible. The error's text says why, for an operator."""
 
 
 class Row(NamedTuple):

@@ -29,8 +29,7 @@ pub struct SessionPages {
     /// The number of pages that only this session references.
     pub exclusive_pages: u64,
     /// The number of pages that closing the session frees at once. `None` if the audit didn't see
-    /// every user of every page, because the engine's request table changed meanwhile, or because
-    /// the audit was made from outside the engine.
+    /// every user of every page, because the engine's request table changed meanwhile.
     pub freed_by_close_pages: Option<u64>,
     /// The session's share of the pages that it references, in thousandths of a page. Each page is
     /// divided equally among all references to it.

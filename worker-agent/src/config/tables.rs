@@ -277,10 +277,6 @@ impl Default for ShutdownTable {
 pub struct AuditTable {
     /// The interval at which every page of the KV pool is audited. 0: only on demand.
     pub interval_s: u64,
-    /// The path at which the engine publishes its row table, which is BERTH_KV_TABLE in the
-    /// engine's environment. With it, the agent's process makes the periodic audits, and reads the
-    /// engine's GPU memory by CUDA IPC. Empty: all audits are made inside the engine.
-    pub table: PathBuf,
 }
 
 impl Default for AuditTable {
@@ -288,9 +284,6 @@ impl Default for AuditTable {
         Self {
             // An audit takes well under a millisecond of the scheduler's thread.
             interval_s: 10,
-            // It is off by default, because it needs a CUDA context in the agent's process. The
-            // context takes about 0.5 GiB of GPU memory.
-            table: PathBuf::new(),
         }
     }
 }

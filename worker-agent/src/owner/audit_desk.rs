@@ -1,31 +1,25 @@
 //! Manages the owner task's page audits: requests them, acts on findings, answers waiting callers.
 //!
 //! An audit checks which session (chain of requests) holds each page of a rank's KV pool, and finds
-//! pages that leak or belong to two owners. Audits are made periodically and on demand. Most run in
-//! the rank's *shim*, Berth's part inside the engine. Periodic audits may run on a thread of this
-//! process instead (a [`RemoteAuditor`]), which reads the engine's GPU memory.
+//! pages that leak or belong to two owners. The rank's *shim*, Berth's part inside the engine, makes
+//! audits periodically and on demand.
 //!
 //! The owner task calls [`AuditDesk`] with requests, deadlines and results. The desk updates
 //! metrics, logs faults and tells the session table which sessions are corrupt. [`crate::audit`]
 //! decides when audits are due, and checks their results.
 
 use std::{
-    collections::HashMap,
     ops::RangeBounds,
-    path::PathBuf,
     time::{Duration, Instant},
 };
 
 use service::clock::now;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 use tracing::{error, warn};
 
-use super::{RankPageAudit, handle::OwnerMessage};
+use super::RankPageAudit;
 use crate::{
-    audit::{
-        Audit, Audits, Error, SessionPages,
-        remote::{RemoteAnswer, RemoteAuditor, RemoteReport, session_table_key},
-    },
+    audit::{Audit, Audits, Error, SessionPages},
     metrics::Metrics,
     session::Table,
     shim::{AuditReply, ShimHandle},
@@ -39,14 +33,7 @@ pub(super) struct AuditDesk {
     /// When audits are due, and their newest results.
     audits: Audits,
     waiters: Vec<AuditWaiter>,
-    /// The threads of this process that audit a rank, by DP rank.
-    remote_auditors: HashMap<u32, RemoteAuditor>,
-    /// The base path of the tables in which the engine publishes its request rows. `None`: all
-    /// audits are made inside the engine.
-    table_prefix: Option<PathBuf>,
     shim: ShimHandle,
-    /// The owner task's mailbox, which gets the audits made in this process.
-    mailbox: mpsc::Sender<OwnerMessage>,
     metrics: Metrics,
 }
 
@@ -59,24 +46,9 @@ struct AuditWaiter {
 }
 
 impl AuditDesk {
-    /// Returns a desk without ranks. `interval` and `table_prefix` are as in
-    /// [`OwnerSetup`](super::OwnerSetup).
-    pub(super) fn new(
-        interval: Option<Duration>,
-        table_prefix: Option<PathBuf>,
-        shim: ShimHandle,
-        mailbox: mpsc::Sender<OwnerMessage>,
-        metrics: Metrics,
-    ) -> Self {
-        Self {
-            audits: Audits::new(interval),
-            waiters: vec![],
-            remote_auditors: HashMap::new(),
-            table_prefix,
-            shim,
-            mailbox,
-            metrics,
-        }
+    /// Returns a desk without ranks. `interval` is as in [`OwnerSetup`](super::OwnerSetup).
+    pub(super) fn new(interval: Option<Duration>, shim: ShimHandle, metrics: Metrics) -> Self {
+        Self { audits: Audits::new(interval), waiters: vec![], shim, metrics }
     }
 
     /// Requests an audit of a rank now. `reply` gets the result.
@@ -108,15 +80,7 @@ impl AuditDesk {
             self.handle_failure(dp_rank, audit_number, "late", &Error::Late);
         }
         for (dp_rank, audit_number) in self.audits.request_due(now) {
-            // Periodic audits may run in this process, which sees only the pages of request rows.
-            // Audits on demand always run in the engine, which knows the owner of every page.
-            let runs_in_this_process = self
-                .remote_auditors
-                .get(&dp_rank)
-                .is_some_and(|auditor| auditor.request(audit_number));
-            if !runs_in_this_process {
-                self.send_request(dp_rank, audit_number);
-            }
+            self.send_request(dp_rank, audit_number);
         }
     }
 
@@ -124,59 +88,13 @@ impl AuditDesk {
     /// can't audit, or `None` if it can.
     pub(super) fn add_rank(&mut self, dp_rank: u32, refusal: Option<String>) {
         self.audits.add_rank(now(), dp_rank, refusal);
-        let Some(table_prefix) = &self.table_prefix else { return };
-        let mailbox = self.mailbox.clone();
-        let answer = move |answer| {
-            // Sending fails only if the owner task has ended. Then nobody needs the answer.
-            let _ = mailbox.blocking_send(OwnerMessage::RemoteAudit { dp_rank, answer });
-        };
-        match RemoteAuditor::start(table_prefix, dp_rank, answer) {
-            Ok(auditor) => drop(self.remote_auditors.insert(dp_rank, auditor)),
-            Err(error) => {
-                warn!(dp_rank, %error, "can't start the thread for audits from this process")
-            }
-        }
     }
 
     /// Stops the audits of a rank whose shim has disconnected, and refuses the waiting callers.
     pub(super) fn remove_rank(&mut self, dp_rank: u32) {
         self.audits.remove_rank(dp_rank);
-        self.remote_auditors.remove(&dp_rank);
         self.metrics.set_pages(dp_rank, None);
         self.refuse_waiters(dp_rank, .., &Error::NoShim(dp_rank));
-    }
-
-    /// Handles the result of an audit that was made in this process.
-    pub(super) fn handle_remote_answer(
-        &mut self,
-        table: &mut Table,
-        dp_rank: u32,
-        answer: RemoteAnswer,
-    ) {
-        let RemoteAnswer { number: audit_number, result } = answer;
-        match result {
-            Ok(RemoteReport { report, session_keys: table_keys }) => {
-                // The engine's row table names a session by its table key, a hash of the session's
-                // id in the engine.
-                let ids = table.iter().map(|(_, session)| &session.incarnation);
-                let ids_by_table_key: HashMap<u64, &String> =
-                    ids.map(|id| (session_table_key(id), id)).collect();
-                let session_id =
-                    |key| ids_by_table_key.get(key).copied().cloned().unwrap_or_default();
-                let names = table_keys.iter().map(session_id).collect();
-                let (number, spent) = (audit_number, Duration::ZERO);
-                let reply = AuditReply { number, spent, refusal: None, names, report };
-                self.handle_answer(table, dp_rank, &reply);
-            }
-            Err(reason) => {
-                warn!(
-                    dp_rank,
-                    reason, "audits from this process failed; the engine's shim makes them instead"
-                );
-                self.remote_auditors.remove(&dp_rank);
-                self.send_request(dp_rank, audit_number);
-            }
-        }
     }
 
     /// Handles the answer to a request: tells the session table which sessions are corrupt, and

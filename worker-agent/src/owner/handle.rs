@@ -147,11 +147,6 @@ pub(super) enum OwnerMessage {
         incarnation: String,
         result: CloseResult,
     },
-    /// The audit was made in this process.
-    RemoteAudit {
-        dp_rank: u32,
-        answer: audit::remote::RemoteAnswer,
-    },
     /// Running turns may continue for `grace_period`.
     Drain {
         grace_period: Duration,

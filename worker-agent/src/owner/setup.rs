@@ -3,7 +3,7 @@
 //! The owner task keeps the agent's sessions (chains of requests that share a growing prefix), and
 //! admits turns (one request and its answer each). `lib.rs` fills [`OwnerSetup`] from the settings.
 
-use std::{path::PathBuf, time::Duration};
+use std::time::Duration;
 
 use service::tasks::Tasks;
 use tokio::sync::mpsc;
@@ -56,9 +56,6 @@ pub struct OwnerSetup {
     /// The interval between audits of each rank, which check who holds each page of the KV pool.
     /// `None`: audits are made only on demand.
     pub audit_interval: Option<Duration>,
-    /// The base path of the tables in which an engine publishes its request rows. With them this
-    /// process can make audits. `None`: all audits are made inside the engine.
-    pub audit_table: Option<PathBuf>,
     /// How long the engine may do or say nothing.
     pub engine_patience: EnginePatience,
 }
@@ -94,13 +91,7 @@ impl OwnerSetup {
         // Until the engine is reached no ranks are known, so no turn can be admitted.
         let capacity =
             EngineCapacity { ranks: vec![], page_tokens: 1, context_tokens: 0, retentions: vec![] };
-        let audit_desk = AuditDesk::new(
-            self.audit_interval,
-            self.audit_table,
-            shim.clone(),
-            mailbox.clone(),
-            metrics.clone(),
-        );
+        let audit_desk = AuditDesk::new(self.audit_interval, shim.clone(), metrics.clone());
         let control = EngineControl::default();
         Owner {
             table: Table::new(table_settings, capacity),
