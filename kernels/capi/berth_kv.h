@@ -37,7 +37,6 @@ extern "C" {
 #define BERTH_KV_SMALL (-5)   /* buffer too small: use berth_kv_report_bytes_max(sessions) bytes */
 #define BERTH_KV_PANIC (-6)   /* a fault of this library; the handle is closed */
 #define BERTH_KV_FULL (-7)    /* too many handles are open */
-#define BERTH_KV_UNSHARED (-8) /* no other process can map this memory: audit in this process */
 
 /* Value of `device` for a pool in host memory. */
 #define BERTH_KV_HOST (-1)
@@ -125,38 +124,6 @@ int32_t berth_kv_abandon(berth_kv handle);
 
 /* Closes the handle and abandons its audit. A call running on the handle completes normally. */
 int32_t berth_kv_close(berth_kv handle);
-
-/* The row table, by which a process next to the engine audits the engine through CUDA IPC.
- *
- * One step of the scheduler is: berth_kv_table_begin before the first change of r2t is enqueued,
- * then the changes, then berth_kv_table_done with the rows as they are after the changes. */
-
-typedef uint64_t berth_kv_table;
-
-struct berth_kv_table_row {
-    uint32_t row;
-    uint32_t len;
-    uint32_t session; /* the session's number: small, the same for all rows of the session */
-    uint32_t zero;
-    uint64_t version; /* changes whenever a step has rewritten any of [0, len) */
-    uint64_t key;     /* identifies the session to the reader */
-};
-
-/* Creates the file at `path`, which must be on a file system in memory: a ring of 2 to 64 tables (8
- * are plenty) of up to rows_max rows. Exports r2t; returns BERTH_KV_UNSHARED if r2t is mapped by
- * handles. In host memory nothing is exported, and the table only tells the rows. */
-int32_t berth_kv_table_open(const struct berth_kv_pool *pool, const char *fatbin, const char *path,
-                            uint32_t tables, uint32_t rows_max, berth_kv_table *out);
-
-/* Begins a step: its changes are enqueued on `stream`, which must exist until the table closes. */
-int32_t berth_kv_table_begin(berth_kv_table table, uint64_t stream);
-
-/* Ends a step: all its changes have been enqueued on `stream`. */
-int32_t berth_kv_table_done(berth_kv_table table, const struct berth_kv_table_row *rows, uint32_t n,
-                            uint64_t stream);
-
-/* Closes the table. r2t may be freed once no reader has it mapped any more. */
-int32_t berth_kv_table_close(berth_kv_table table);
 
 #ifdef __cplusplus
 }

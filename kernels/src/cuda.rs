@@ -9,21 +9,19 @@
 
 mod account;
 mod driver;
-mod ipc;
 mod launch;
 mod memory;
 mod rows;
 
 pub use account::{ClassifyResult, DeviceMarks, DevicePageSet, DeviceTable, KvBuffer, KvBuffers};
 pub use driver::{MissingReason, missing};
-pub use ipc::{ExportedRange, ImportedRange};
 pub use launch::LaunchShape;
-pub use memory::{DeviceBuffer, DeviceSlice, DeviceValue, PinnedBuffer, RegisteredMemory};
+pub use memory::{DeviceBuffer, DeviceSlice, DeviceValue, PinnedBuffer};
 pub use rows::{LiveRows, PoolSize};
 
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUevent, CUevent_flags_enum, CUfunction, CUmodule, CUresult, CUstream,
-    CUstream_flags_enum, CUuuid,
+    CUstream_flags_enum,
 };
 use driver::CurrentContext;
 use rows::PAGE_SHIFT_MAX;
@@ -52,8 +50,6 @@ pub enum Error {
     OverlappingRows,
     #[error("the previous copy is still in progress: try again when it is done")]
     CopyInFlight,
-    #[error("{0:#x} is mapped from handles, which CUDA IPC can't share: audit in the engine")]
-    VmmBacked(u64),
 }
 
 impl Error {
@@ -174,14 +170,6 @@ impl Device {
         self.gpu.ordinal
     }
 
-    /// Returns the GPU's UUID, which NVML uses too.
-    pub fn uuid(&self) -> Result<[u8; 16], Error> {
-        let mut uuid = CUuuid { bytes: [0; 16] };
-        // SAFETY: the pointer refers to a local; `open` got the device from the driver.
-        unsafe { driver::cuDeviceGetUuid_v2(&raw mut uuid, self.gpu.device)? };
-        Ok(uuid.bytes.map(i8::cast_unsigned))
-    }
-
     pub fn stream(&self) -> u64 {
         self.gpu.stream as u64
     }
@@ -219,17 +207,6 @@ impl Device {
 
     pub fn synchronize(&self) -> Result<(), Error> {
         self.gpu.synchronize()
-    }
-
-    /// Makes `stream` write `value` to `address`, in the order of its work.
-    ///
-    /// # Safety
-    /// `stream` must be a stream of this GPU's primary context, or 0. `address` must be the device
-    /// address of 8 aligned bytes that stay valid until the write is done.
-    pub unsafe fn write_value(&self, stream: u64, address: u64, value: u64) -> Result<(), Error> {
-        let _current = self.gpu.enter()?;
-        // SAFETY: guaranteed by the caller.
-        unsafe { driver::cuStreamWriteValue64_v2(stream as CUstream, address, value, 0) }
     }
 }
 

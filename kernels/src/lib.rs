@@ -12,9 +12,6 @@
 //! - [`audit`] names the faults in a copy.
 //! - [`digest`] finds pages whose contents changed though nothing may rewrite them.
 //! - [`report`] holds the result of an audit.
-//! - [`table`] and `ipc` (feature `cuda`) are for audits by another process. A table in shared
-//!   memory lists the engine's rows. Through `ipc`, the other process reads which pages the rows
-//!   name, with CUDA IPC.
 //!
 //! Values from the engine that are out of range are counted, and never used as an index or address.
 
@@ -25,10 +22,7 @@ pub mod audit;
 pub mod cuda;
 #[forbid(unsafe_code)]
 pub mod digest;
-#[cfg(feature = "cuda")]
-pub mod ipc;
 #[forbid(unsafe_code)]
 pub mod reference;
 #[forbid(unsafe_code)]
 pub mod report;
-pub mod table;

@@ -1,26 +1,21 @@
 //! Tests that need processes of their own; each check runs this program again, in a role.
 //!
-//! They test a driver that is missing or broken, CUDA IPC, and kernels with planted mistakes, each
-//! of which the comparison with the reference must catch. Run `cargo test -p kernels --test
-//! processes`.
+//! They test a driver that is missing or broken, and kernels with planted mistakes, each of which
+//! the comparison with the reference must catch. Run `cargo test -p kernels --test processes`.
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
 
 mod pools;
 
 use cuda_fake::Fake;
-use kernels::{
-    cuda::{Device, DeviceTable, ExportedRange, LaunchShape, PoolSize, missing},
-    reference::{self, LiveRow},
-};
+use kernels::cuda::{Device, LaunchShape, missing};
 use pools::Case;
 use std::{
     env, fs,
-    io::{BufRead, BufReader, Read},
     os::unix::{fs::symlink, process::ExitStatusExt},
     panic,
     path::{Path, PathBuf},
-    process::{Child, Command, ExitCode, Output, Stdio},
+    process::{Command, ExitCode, Output},
     sync::atomic::{AtomicUsize, Ordering},
     thread,
 };
@@ -73,7 +68,6 @@ fn main() -> ExitCode {
         Err(_) => checks(),
         Ok("missing") => say_missing(),
         Ok("refused") => say_refused(),
-        Ok("exporter") => export(),
         Ok("pools") => compare_pools(),
         Ok(other) => panic!("no role is called {other}"),
     }
@@ -84,7 +78,6 @@ fn checks() -> ExitCode {
         ("without a driver it is said, and nothing panics", no_driver),
         ("a driver that lacks a call is told by its name", lacking_driver),
         ("a driver that doesn't start is told by its reason", refusing_driver),
-        ("memory of one process is accounted in another", ipc),
         ("the kernels have no undefined behaviour on the host", undefined_behaviour),
         ("a barrier that not all reach ends the process", divergent_barrier),
         ("every planted mistake is caught", mistakes),
@@ -170,88 +163,6 @@ fn refusing_driver() {
     };
     assert_eq!(found("1"), "nothing\n", "the driver is found by its name, too");
     assert!(found("0").starts_with("the CUDA driver shows no device"));
-}
-
-// ---- CUDA IPC -----------------------------------------------------------------------------------
-
-/// Two rows with four-token pages that share their first page.
-const SHARED_POOL: PoolSize = PoolSize { page_shift: 2, npages: 40 };
-const SHARED_LD: usize = 16;
-
-fn shared_table() -> (Vec<i32>, Vec<LiveRow>) {
-    let mut r2t = vec![0; 3 * SHARED_LD];
-    for (row, pages) in [(1, [7, 8, 20]), (2, [7, 30, 31])] {
-        for (i, page) in pages.into_iter().enumerate() {
-            r2t[row * SHARED_LD + i * 4] = page * 4;
-        }
-    }
-    let row = |row, session| LiveRow { row, len: 10, session, list_start: 0 };
-    let mut rows = vec![row(1, 0), row(2, 1)];
-    reference::lay_out(&mut rows, SHARED_POOL.page_shift);
-    (r2t, rows)
-}
-
-/// Exports a table in the middle of an allocation, and keeps it until standard input ends.
-fn export() -> ExitCode {
-    let _fake = Fake::load().expect("the driver without a GPU is built");
-    let device = Device::open(0, &cuda_fake::image()).expect("there is a device");
-    let (r2t, _) = shared_table();
-    let padded = [vec![-1; 64], r2t.clone(), vec![-1; 64]].concat();
-    let memory = pools::filled(&device, &padded).expect("there is room");
-    let (address, bytes) = (memory.address() + 64 * 4, (r2t.len() * 4) as u64);
-    let exported = device.export(address, bytes).expect("device memory can be exported");
-    let handle: String = exported.handle.iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("{handle} {} {}", exported.offset, exported.bytes);
-    std::io::stdin().read_to_end(&mut Vec::new()).expect("the input ends");
-    ExitCode::SUCCESS
-}
-
-fn exporter() -> (Child, ExportedRange) {
-    let mut role = in_role("exporter");
-    let role = role.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-    let mut role = role.expect("this program starts");
-    let mut line = String::new();
-    let out = role.stdout.take().expect("its output is piped");
-    BufReader::new(out).read_line(&mut line).expect("it exports");
-    let mut words = line.split_whitespace();
-    let hex = words.next().expect("a handle");
-    let byte = |i: usize| u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16).expect("hex digits");
-    let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
-    let exported =
-        ExportedRange { handle: std::array::from_fn(byte), offset: number(), bytes: number() };
-    (role, exported)
-}
-
-fn ipc() {
-    let fake = Fake::load().expect("the driver without a GPU is built");
-    let device = Device::open(0, &cuda_fake::image()).expect("there is a device");
-    let before = fake.live();
-    let (mut role, exported) = exporter();
-    let (r2t, rows) = shared_table();
-    {
-        let imported = device.import(&exported).expect("the other process lives");
-        // SAFETY: the other process frees the memory only when its input ends, below.
-        let entries = unsafe { imported.slice() }.expect("the table is aligned");
-        let mut live = device.live_rows(rows.len()).expect("there is room");
-        device.set_live_rows(&mut live, &rows, SHARED_POOL).expect("the rows are sound");
-        let mut staged = device.alloc(live.page_list_len()).expect("there is room");
-        let mut bad = device.alloc(1).expect("there is room");
-        let table = DeviceTable { entries, stride: SHARED_LD as u64 };
-        device.gather_pages(table, &live, &mut staged, &mut bad).expect("it is launched");
-        let PoolSize { page_shift, npages } = SHARED_POOL;
-        let expected = reference::gather_pages(&r2t, SHARED_LD, &rows, page_shift, npages);
-        let staged = device.download(staged.slice()).expect("it ran");
-        assert_eq!((staged, device.download(bad.slice()).expect("it ran")[0]), expected);
-        assert_eq!(expected.0, [7, 8, 20, 7, 30, 31]);
-    }
-    let beyond = ExportedRange { bytes: exported.bytes + 100_000, ..exported.clone() };
-    let error = device.import(&beyond).expect_err("it says more than there is");
-    assert!(error.to_string().starts_with("exported bytes"), "{error}");
-    drop(role.stdin.take());
-    assert!(role.wait().expect("it ends").success());
-    let error = device.import(&exported).expect_err("its process is gone");
-    assert!(error.to_string().starts_with("cuIpcOpenMemHandle_v2 failed with"), "{error}");
-    assert_eq!(fake.live(), before, "what was opened is closed");
 }
 
 // ---- Kernels with planted mistakes --------------------------------------------------------------

@@ -5,7 +5,7 @@
 //! from `berth_kv_error`.
 
 use crate::handles::Handles;
-use kernels::{account, cuda, ipc};
+use kernels::{account, cuda};
 use std::{
     cell::RefCell,
     ffi::{CString, c_char},
@@ -20,7 +20,6 @@ const DEVICE: i32 = -4;
 const SMALL: i32 = -5;
 const PANIC: i32 = -6;
 const FULL: i32 = -7;
-const UNSHARED: i32 = -8;
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -44,8 +43,6 @@ pub(crate) enum Error {
     #[error(transparent)]
     Device(#[from] cuda::Error),
     #[error(transparent)]
-    Ipc(#[from] ipc::Error),
-    #[error(transparent)]
     Account(#[from] account::Error),
     #[error(transparent)]
     Snapshot(#[from] account::SnapshotError),
@@ -66,7 +63,6 @@ impl Error {
             Self::Snapshot(_) => INVALID,
             Self::Device(_) => DEVICE,
             Self::Account(error) => account_code(error),
-            Self::Ipc(error) => ipc_code(error),
         }
     }
 }
@@ -82,18 +78,6 @@ fn account_code(error: &account::Error) -> i32 {
     }
 }
 
-/// Returns the number of an error of the row table.
-fn ipc_code(error: &ipc::Error) -> i32 {
-    use ipc::Error;
-    match error {
-        Error::Table(_) => INVALID,
-        Error::StepNotBegun | Error::NoStep | Error::Overrun => STATE,
-        Error::Unshared(_) | Error::OtherGpu | Error::ExportTooSmall { .. } => UNSHARED,
-        Error::Account(error) => account_code(error),
-        Error::Device(_) => DEVICE,
-    }
-}
-
 thread_local! {
     /// The text of the newest error of this thread.
     static NEWEST_ERROR: RefCell<Option<CString>> = const { RefCell::new(None) };
@@ -101,8 +85,8 @@ thread_local! {
 
 /// Runs a call on `handle` and catches its panic. Stores the text of an error, and returns the
 /// error's number.
-pub(crate) fn guard_call<H, T>(
-    handles: &Handles<H>,
+pub(crate) fn guard_call<T>(
+    handles: &Handles,
     handle: u64,
     call: impl FnOnce() -> Result<T, Error>,
 ) -> Result<T, i32> {

@@ -5,18 +5,13 @@
 //! `berth_kv.h` describes each function. The functions here check pointers, catch panics, and turn
 //! errors into a number and a text. They count nothing themselves.
 //!
-//! `table` has the functions for audits by another process, `types` the C structures, `handles` the
-//! open objects, and `error` the error numbers.
+//! `types` has the C structures, `handles` the open accountants, and `error` the error numbers.
 
 mod error;
 mod handles;
-mod table;
 mod types;
 
-pub use table::{
-    berth_kv_table_begin, berth_kv_table_close, berth_kv_table_done, berth_kv_table_open,
-};
-pub use types::{RawBuffer, RawList, RawPool, RawRow, RawSnapshot, RawTableRow};
+pub use types::{RawBuffer, RawList, RawPool, RawRow, RawSnapshot};
 
 use error::{Error, guard_call};
 use handles::Handles;
@@ -37,9 +32,9 @@ const ABI: u32 = 1;
 /// The value of [`RawPool`]'s field `device` for a pool in host memory.
 const HOST_MEMORY: i32 = -1;
 
-static ACCOUNTANTS: Handles<Accountant> = Handles::new();
+static ACCOUNTANTS: Handles = Handles::new();
 
-/// Runs a call on an accountant with [`guard_call`]. Returns 0, or the error's number.
+/// Runs a call with [`guard_call`]. Returns 0, or the error's number.
 fn call_status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
     guard_call(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
 }

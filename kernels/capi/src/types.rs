@@ -4,10 +4,7 @@
 //! The functions here check pointers. The [`kernels`] check the values.
 
 use crate::error::Error;
-use kernels::{
-    account::{IdList, Pool, PoolBuffer, RequestTable, Snapshot, SnapshotRow},
-    table::TableRow,
-};
+use kernels::account::{IdList, Pool, PoolBuffer, RequestTable, Snapshot, SnapshotRow};
 use std::{
     ffi::{CStr, c_char},
     mem::MaybeUninit,
@@ -72,18 +69,6 @@ pub struct RawSnapshot {
     digest_pages_max: u32,
     zero: u32,
     pub(crate) stream: u64,
-}
-
-/// The C structure `berth_kv_table_row`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct RawTableRow {
-    row: u32,
-    len: u32,
-    session: u32,
-    zero: u32,
-    version: u64,
-    key: u64,
 }
 
 /// Reads the structure behind a pointer. `what` names the pointer in an error.
@@ -211,13 +196,6 @@ impl RawRow {
             protected_tokens: Some(self.protected_tokens).filter(|&tokens| tokens != u32::MAX),
             version: self.version,
         }
-    }
-}
-
-impl RawTableRow {
-    pub(crate) fn convert(&self) -> TableRow {
-        let &Self { row, len, session, version, key, .. } = self;
-        TableRow { row, len, session, version, key }
     }
 }
 

@@ -1,8 +1,7 @@
 /* An engine with one page size and two streaming sessions that share a prefix in the radix tree. It
- * is audited through berth_kv.h. `engine <case> <table> [<driver> <fatbin>]` plants one fault, and
- * writes reports to standard output: each as its length, uint64_t, and its bytes. Case `table` writes
- * the bytes of a row table. With a driver, the pool is on that driver's device 0. Exits 1 and names
- * the check if the ABI doesn't behave as expected. */
+ * is audited through berth_kv.h. `engine <case> [<driver> <fatbin>]` plants one fault, and writes
+ * reports to standard output: each as its length, uint64_t, and its bytes. With a driver, the pool is
+ * on that driver's device 0. Exits 1 and names the check if the ABI doesn't behave as expected. */
 #include "berth_kv.h"
 
 #include <dlfcn.h>
@@ -111,42 +110,9 @@ static void misuse(berth_kv handle, const struct berth_kv_snapshot *snapshot,
     expect(berth_kv_close(handle + 1) == BERTH_KV_INVALID, "closed what was never open");
 }
 
-static void table(const struct berth_kv_pool *pool, const char *fatbin, const char *path) {
-    struct berth_kv_table_row rows[] = {{1, 18, 0, 0, 11, 100}, {2, 14, 1, 0, 12, 200}};
-    berth_kv_table made = 0;
-    int byte;
-
-    expect(berth_kv_table_open(pool, fatbin, NULL, 4, 8, &made) == BERTH_KV_INVALID, "no path");
-    expect(berth_kv_table_open(pool, fatbin, path, 1, 8, &made) < 0, "a ring of one");
-    int32_t answer = berth_kv_table_open(pool, fatbin, path, 4, 8, &made);
-    if (fatbin) {
-        expect(answer == BERTH_KV_UNSHARED, "shared an array of this program");
-        return;
-    }
-    expect(answer == 0, "table_open");
-    expect(berth_kv_table_done(made, rows, 2, 0) == BERTH_KV_STATE, "ended what never began");
-    for (int step = 0; step < 6; step++) {
-        expect(berth_kv_table_begin(made, 0) == 0, "table_begin");
-        rows[0].version++;
-        expect(berth_kv_table_done(made, rows, 2, 0) == 0, "table_done");
-    }
-    expect(berth_kv_table_begin(made, 0) == 0, "table_begin");
-    expect(berth_kv_table_done(made, NULL, 2, 0) == BERTH_KV_INVALID, "took null rows");
-    FILE *file = fopen(path, "rb");
-    expect(file != NULL, "a table is a file");
-    while ((byte = fgetc(file)) != EOF) {
-        putchar(byte);
-    }
-    fclose(file);
-    expect(berth_kv_table_close(made) == 0, "table_close");
-    expect(berth_kv_table_close(made) == BERTH_KV_INVALID, "closed twice");
-    expect(berth_kv_table_begin(made, 0) == BERTH_KV_INVALID, "began on a closed table");
-    expect(fopen(path, "rb") == NULL, "a table that was taken back is still there");
-}
-
 int main(int argc, char **argv) {
     const char *plant = argc > 1 ? argv[1] : "";
-    const char *fatbin = argc > 4 ? argv[4] : NULL;
+    const char *fatbin = argc > 3 ? argv[3] : NULL;
     struct berth_kv_buffer buffers[] = {{(uint64_t)(uintptr_t)k, PAGE_BYTES},
                                         {(uint64_t)(uintptr_t)v, 2 * PAGE_BYTES}};
     struct berth_kv_pool pool = {PAGE, PAGES, (uint64_t)(uintptr_t)r2t, ROWS, STRIDE,
@@ -191,13 +157,11 @@ int main(int argc, char **argv) {
     expect(berth_kv_abi() == BERTH_KV_ABI, "header and library are of different versions");
     expect(strlen(berth_kv_error()) == 0, "an error before any call");
     if (fatbin) {
-        expect(dlopen(argv[3], RTLD_NOW | RTLD_GLOBAL) != NULL, "the driver");
+        expect(dlopen(argv[2], RTLD_NOW | RTLD_GLOBAL) != NULL, "the driver");
     }
     expect(berth_kv_open(&pool, fatbin, &handle) == 0, "open");
     if (!strcmp(plant, "misuse")) {
         misuse(handle, &snapshot, &pool);
-    } else if (!strcmp(plant, "table")) {
-        table(&pool, fatbin, argv[2]);
     } else {
         report(handle, &snapshot, !strcmp(plant, "moved") ? 13 : 12);
         if (!strcmp(plant, "changed")) {

@@ -2,10 +2,7 @@
 //!
 //! The program's pool is in host memory first, then on a device.
 
-use kernels::{
-    report::{FaultKind, Finding, Report, Scope},
-    table::TableReader,
-};
+use kernels::report::{FaultKind, Finding, Report, Scope};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -59,7 +56,7 @@ const PLACES: [Place; 2] = [Place::Host, Place::Device];
 fn run(case: &str, place: Place) -> Output {
     let folder = TempDir::new().expect("there is room for temporary files");
     let mut engine = Command::new(engine());
-    engine.arg(case).arg(folder.path().join("rows"));
+    engine.arg(case);
     if let Place::Device = place {
         let fatbin = folder.path().join("fatbin");
         fs::write(&fatbin, cuda_fake::image()).expect("there is room for temporary files");
@@ -161,20 +158,4 @@ fn misuse_is_answered_by_errors() {
     for place in PLACES {
         assert!(run("misuse", place).stdout.is_empty());
     }
-}
-
-#[test]
-fn the_row_table_is_what_a_reader_reads() {
-    let folder = TempDir::new().expect("there is room for temporary files");
-    let path = folder.path().join("rows");
-    fs::write(&path, run("table", Place::Host).stdout).expect("there is room for temporary files");
-    let reader = TableReader::open(&path).expect("the library's bytes are a table");
-    assert_eq!((reader.begun_epoch(), reader.done_epoch(), reader.newest_epoch()), (7, 6, 6));
-    assert_eq!((reader.facts().r2t_stride, &reader.facts().export), (32, &None));
-    let rows = reader.table(6).expect("the newest is there");
-    let facts = |row: &kernels::table::TableRow| (row.row, row.len, row.session, row.key);
-    let want = [(1, 18, 0, 100), (2, 14, 1, 200)];
-    assert_eq!(rows.iter().map(facts).collect::<Vec<_>>(), want);
-    assert_eq!((rows[0].version, rows[1].version), (17, 12));
-    assert!(run("table", Place::Device).stdout.is_empty(), "host memory is not shared");
 }

@@ -6,8 +6,8 @@
 
 use super::Error;
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUipcMemHandle, CUlaunchConfig,
-    CUmemGenericAllocationHandle, CUmodule, CUresult, CUstream, CUuuid,
+    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUlaunchConfig, CUmodule,
+    CUresult, CUstream,
 };
 use std::{
     ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void},
@@ -96,7 +96,6 @@ driver_calls! {
     cuInit(flags: c_uint);
     cuDeviceGetCount(count: *mut c_int);
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
-    cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuCtxGetCurrent(context: *mut CUcontext);
@@ -106,7 +105,6 @@ driver_calls! {
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
-    cuStreamWriteValue64_v2(stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
     cuEventCreate(event: *mut CUevent, flags: c_uint);
     cuEventRecord(event: CUevent, stream: CUstream);
     cuEventQuery(event: CUevent);
@@ -120,13 +118,6 @@ driver_calls! {
     cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);
     cuMemHostUnregister(address: *mut c_void);
-    cuMemHostGetDevicePointer_v2(device: *mut CUdeviceptr, host: *mut c_void, flags: c_uint);
-    cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
-    cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void);
-    cuMemRelease(handle: CUmemGenericAllocationHandle);
-    cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: CUdeviceptr);
-    cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint);
-    cuIpcCloseMemHandle(address: CUdeviceptr);
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     cuModuleUnload(module: CUmodule);
     cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);

@@ -197,36 +197,6 @@ impl<T: DeviceValue> Drop for PinnedBuffer<T> {
     }
 }
 
-/// Host memory of the caller that is page-locked while this value lives.
-#[derive(Debug)]
-pub struct RegisteredMemory {
-    gpu: Arc<OpenGpu>,
-    host: *mut c_void,
-    device_address: u64,
-}
-
-// SAFETY: the pointer is only passed to the driver, never dereferenced here.
-unsafe impl Send for RegisteredMemory {}
-// SAFETY: as above.
-unsafe impl Sync for RegisteredMemory {}
-
-impl RegisteredMemory {
-    /// Returns the address at which the device sees the first byte.
-    pub fn device_address(&self) -> u64 {
-        self.device_address
-    }
-}
-
-impl Drop for RegisteredMemory {
-    fn drop(&mut self) {
-        let _ = self.gpu.synchronize();
-        if let Ok(_current) = self.gpu.enter() {
-            // SAFETY: registered once, unregistered once.
-            let _ = unsafe { driver::cuMemHostUnregister(self.host) };
-        }
-    }
-}
-
 impl Device {
     /// Later work on the device's stream sees the values as zero.
     pub fn alloc<T: DeviceValue>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
@@ -265,23 +235,6 @@ impl Device {
             return Err(error);
         }
         Ok(PinnedBuffer { gpu: Arc::clone(&self.gpu), memory, len, copy_end: None })
-    }
-
-    /// # Safety
-    /// `bytes` bytes must lie at `host` and stay there until the result is dropped. None of their
-    /// pages may be registered already.
-    pub unsafe fn register(&self, host: *mut u8, bytes: usize) -> Result<RegisteredMemory, Error> {
-        let _current = self.gpu.enter()?;
-        let host = host.cast::<c_void>();
-        // SAFETY: guaranteed by the caller.
-        unsafe { driver::cuMemHostRegister_v2(host, bytes, REGISTER_FLAGS)? };
-        let gpu = Arc::clone(&self.gpu);
-        let mut registered = RegisteredMemory { gpu, host, device_address: 0 };
-        // SAFETY: the pointer refers to a local, and the memory was just registered.
-        unsafe {
-            driver::cuMemHostGetDevicePointer_v2(&raw mut registered.device_address, host, 0)?;
-        }
-        Ok(registered)
     }
 
     /// Sets every byte of `buffer` to `byte`. Only enqueues the work.

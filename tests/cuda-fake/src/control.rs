@@ -47,15 +47,6 @@ extern "C" fn cuda_fake_memory_max(bytes: u64) {
     state().memory_max = bytes;
 }
 
-/// Makes the allocation around an address look mapped from handles. Returns 0 if there is none.
-#[unsafe(no_mangle)]
-extern "C" fn cuda_fake_mark_vmm(address: u64) -> u32 {
-    let mut state = state();
-    let Some(base) = state.block_of(address).map(|block| block.base()) else { return 0 };
-    state.vmm.push(base);
-    1
-}
-
 /// Holds a stream: its work is not executed. [`ALL_STREAMS`] also means streams created later.
 #[unsafe(no_mangle)]
 extern "C" fn cuda_fake_hold(stream: u64) {
@@ -97,7 +88,6 @@ unsafe extern "C" fn cuda_fake_live(live: *mut Live) {
     let found = Live {
         allocations: state.allocations.len() as u64,
         bytes: state.memory_used(),
-        imports: state.imports.len() as u64,
         registrations: state.registered.len() as u64,
         streams: state.streams.len() as u64 - 1,
         events: state.events.len() as u64,
@@ -126,7 +116,6 @@ extern "C" fn cuda_fake_reset() {
     let mut state = state();
     state.faults.clear();
     state.launches.clear();
-    state.vmm.clear();
     state.kernels = Kernels::built_in();
     state.memory_max = memory_default();
     set_held(&mut state, ALL_STREAMS, false);

@@ -1,6 +1,5 @@
 //! The driver's functions, by their own names: devices, contexts, modules, launches, error names.
 
-mod ipc;
 mod memory;
 mod stream;
 
@@ -72,17 +71,6 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, which: c_int, devic
         };
         // SAFETY: guaranteed by the driver's contract.
         unsafe { put(value, answer) }
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> u32 {
-    after_init("cuDeviceGetUuid_v2", |state| {
-        state.check_device(device)?;
-        let mut bytes = *b"cuda-fake-uuid-0";
-        bytes[15] += u8::try_from(device).unwrap_or(u8::MAX);
-        // SAFETY: guaranteed by the driver's contract.
-        unsafe { put(uuid, bytes) }
     })
 }
 

@@ -38,7 +38,6 @@ impl std::error::Error for Error {}
 pub struct Live {
     pub allocations: u64,
     pub bytes: u64,
-    pub imports: u64,
     pub registrations: u64,
     pub streams: u64,
     pub events: u64,
@@ -113,11 +112,6 @@ impl Fake {
     /// Sets the amount of device memory, in bytes.
     pub fn set_memory_max(&self, bytes: u64) {
         self.tell(b"cuda_fake_memory_max", bytes);
-    }
-
-    /// Makes the allocation around an address look mapped from handles.
-    pub fn mark_vmm(&self, address: u64) {
-        self.tell(b"cuda_fake_mark_vmm", address);
     }
 
     /// Holds a stream: its work is not executed.

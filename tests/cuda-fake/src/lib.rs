@@ -1,9 +1,8 @@
 //! A CUDA driver without a GPU, for tests.
 //!
 //! As `libcuda_fake.so`, it replaces libcuda: it has the calls that Berth makes, with host memory
-//! as device memory. Device memory is shared memory, so CUDA IPC works between processes. The
-//! kernels are Berth's own, built for the host from the same source. As a Rust library, it is
-//! [`Fake`]: the handle by which a test loads the driver and plants errors.
+//! as device memory. The kernels are Berth's own, built for the host from the same source. As a
+//! Rust library, it is [`Fake`]: the handle by which a test loads the driver and plants errors.
 //!
 //! The default stream is a stream like any other. There are no graphs, and no other kernels.
 

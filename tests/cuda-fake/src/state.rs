@@ -46,9 +46,8 @@ pub(crate) struct State {
     pub(crate) functions: BTreeMap<u64, Function>,
     pub(crate) streams: BTreeMap<u64, Stream>,
     pub(crate) events: BTreeMap<u64, Arc<Event>>,
-    /// Device memory by base address; `imports` is memory opened by IPC.
+    /// Device memory by base address.
     pub(crate) allocations: BTreeMap<u64, Mapping>,
-    pub(crate) imports: BTreeMap<u64, Mapping>,
     /// Page-locked host memory: base address and bytes.
     pub(crate) registered: BTreeMap<u64, usize>,
     pub(crate) memory_max: u64,
@@ -57,7 +56,6 @@ pub(crate) struct State {
     pub(crate) kernels: Kernels,
     pub(crate) faults: BTreeMap<String, u32>,
     pub(crate) launches: BTreeMap<String, u64>,
-    pub(crate) vmm: Vec<u64>,
     pub(crate) all_held: bool,
 }
 
@@ -79,14 +77,12 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
         streams: BTreeMap::from([(0, Stream::default())]),
         events: BTreeMap::new(),
         allocations: BTreeMap::new(),
-        imports: BTreeMap::new(),
         registered: BTreeMap::new(),
         memory_max: memory_default(),
         last_handle: 0x10_0000,
         kernels: Kernels::built_in(),
         faults: BTreeMap::new(),
         launches: BTreeMap::new(),
-        vmm: Vec::new(),
         all_held: false,
     })
 });
@@ -191,11 +187,9 @@ impl State {
     }
 
     /// Returns the block of device memory that contains an address.
-    pub(crate) fn block_of(&self, address: u64) -> Option<&Mapping> {
-        [&self.allocations, &self.imports].into_iter().find_map(|blocks| {
-            let (_, block) = blocks.range(..=address).next_back()?;
-            (address - block.base() < block.bytes() as u64).then_some(block)
-        })
+    fn block_of(&self, address: u64) -> Option<&Mapping> {
+        let (_, block) = self.allocations.range(..=address).next_back()?;
+        (address - block.base() < block.bytes() as u64).then_some(block)
     }
 
     /// Checks that `bytes` at `address` may be accessed. An address outside device memory is a host

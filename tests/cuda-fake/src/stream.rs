@@ -24,11 +24,6 @@ pub(crate) enum Work {
         to: u64,
         bytes: Vec<u8>,
     },
-    /// An atomic store of one word, for readers in other threads or processes.
-    Store {
-        to: u64,
-        value: u64,
-    },
     Record {
         event: Arc<Event>,
         turn: u64,
@@ -93,10 +88,6 @@ impl Work {
             Work::Write { to, bytes } => {
                 // SAFETY: as above.
                 unsafe { std::ptr::copy(bytes.as_ptr(), to as *mut u8, bytes.len()) };
-            }
-            Work::Store { to, value } => {
-                // SAFETY: as above; the alignment was checked when the work was enqueued.
-                unsafe { AtomicU64::from_ptr(to as *mut u64) }.store(value, Ordering::Release);
             }
             Work::Record { event, turn } => {
                 event.reached.fetch_max(turn, Ordering::Relaxed);

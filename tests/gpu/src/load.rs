@@ -7,14 +7,12 @@
 use crate::{
     Options,
     answers::Answers,
-    child::{Child, Role},
     device,
     synthetic::{Held, Size, Synthetic},
 };
 use kernels::{
     account::{Accountant, Snapshot, Stream},
     cuda::{Device, DeviceBuffer, KvBuffers, StreamPoint},
-    ipc::Publisher,
 };
 use serde_json::json;
 use std::{
@@ -33,7 +31,6 @@ const AHEAD: usize = 2;
 /// Largest allowed slowdown of the loop by one audit per second.
 const EFFECT_MAX: f64 = 0.01;
 const DIGEST_PAGES: u32 = 4096;
-const TABLES: u32 = 8;
 
 /// The decoding loop.
 struct Load<'a> {
@@ -43,16 +40,6 @@ struct Load<'a> {
     pages: DeviceBuffer<u32>,
     digests: DeviceBuffer<u64>,
     reads: usize,
-}
-
-/// What runs at the same time as the loop.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Beside {
-    Nothing,
-    /// Audits per second, inside the engine's process.
-    Inside(f64),
-    /// Audits per second, by another process.
-    Outside(f64),
 }
 
 /// The durations of steps.
@@ -72,7 +59,7 @@ impl Steps {
     }
 }
 
-/// Runs the loop alone and with each kind of audit, by turns.
+/// Runs the loop alone and with one and ten audits a second, by turns.
 pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Result<()> {
     let device = device::open(options)?;
     let [_, size] = Size::all(options.fake);
@@ -87,16 +74,10 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
         on: &on,
     };
     device.upload(&mut load.pages, &pages)?;
-    for beside in [
-        Beside::Inside(1.0),
-        Beside::Inside(10.0),
-        Beside::Outside(0.0),
-        Beside::Outside(1.0),
-        Beside::Outside(10.0),
-    ] {
-        let (alone, _) = load.run(options, Beside::Nothing)?;
-        let (steps, audits) = load.run(options, beside)?;
-        let (again, _) = load.run(options, Beside::Nothing)?;
+    for rate in [1.0, 10.0] {
+        let alone = load.steps(options.load_time())?;
+        let (steps, audits) = load.steps_with_audits(options, rate)?;
+        let again = load.steps(options.load_time())?;
         let bare = alone.mean_us().midpoint(again.mean_us());
         let effect = steps.mean_us() / bare - 1.0;
         let text = format!(
@@ -107,13 +88,8 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
             alone.p99_us(),
             effect * 100.0,
         );
-        let what = match beside {
-            Beside::Nothing => "alone".to_owned(),
-            Beside::Inside(rate) => format!("inside the engine, {rate} a second"),
-            Beside::Outside(rate) => format!("by another process, {rate} a second"),
-        };
-        let target = beside == Beside::Inside(1.0) && !options.fake;
-        if target {
+        let what = format!("inside the engine, {rate} a second");
+        if rate == 1.0 && !options.fake {
             answers.check(ABOUT, format!("{what}: at most 1 %"), text, effect <= EFFECT_MAX);
         } else {
             let value = json!({
@@ -127,69 +103,31 @@ pub(crate) fn measure(options: &Options, answers: &mut Answers) -> anyhow::Resul
 }
 
 impl Load<'_> {
-    /// Runs steps for the time in the options; returns them and the number of audits.
-    fn run(&mut self, options: &Options, beside: Beside) -> anyhow::Result<(Steps, u64)> {
-        let time = options.load_time();
+    /// Runs steps for the time in the options, with `rate` audits a second in this process; returns
+    /// the steps and the number of audits.
+    fn steps_with_audits(&mut self, options: &Options, rate: f64) -> anyhow::Result<(Steps, u64)> {
         let stop = AtomicBool::new(false);
-        match beside {
-            Beside::Nothing => Ok((self.steps(time, || Ok(()), || Ok(()))?, 0)),
-            Beside::Inside(rate) => {
-                let accountant =
-                    Accountant::device(self.on.account_pool()?, device::open(options)?)?;
-                // SAFETY: the stream is the loop's, which outlives the audits.
-                let (on, stream) = (self.on, unsafe { Stream::new(self.device.stream()) });
-                thread::scope(|scope| {
-                    let audits = scope.spawn(|| audit_inside(accountant, on, stream, rate, &stop));
-                    let steps = self.steps(time, || Ok(()), || Ok(()));
-                    stop.store(true, Ordering::Relaxed);
-                    let audits = audits.join().expect("the auditor doesn't panic");
-                    Ok((steps?, audits?))
-                })
-            }
-            Beside::Outside(rate) => {
-                let folder = tempfile::TempDir::new_in("/dev/shm")?;
-                let path = folder.path().join("rows");
-                let (pool, rows) = (self.on.account_pool()?, self.on.table_rows());
-                let device = device::open(options)?;
-                let publisher = Publisher::device(&pool, device, &path, TABLES, 64)?;
-                let publisher = std::cell::RefCell::new(publisher);
-                let stream = self.device.stream();
-                // SAFETY: the stream is the loop's, which outlives the publisher.
-                let begin =
-                    || unsafe { publisher.borrow_mut().begin_step(stream) }.map_err(Into::into);
-                let done = || {
-                    // SAFETY: as above.
-                    let ended = unsafe { publisher.borrow_mut().end_step(&rows, stream) };
-                    ended.map_err(Into::into)
-                };
-                begin()?;
-                done()?;
-                self.device.synchronize()?;
-                let other = (rate > 0.0)
-                    .then(|| Child::start(options, Role::Auditor, Some(&path), rate))
-                    .transpose()?;
-                let steps = self.steps(time, begin, done)?;
-                let audits = other.map_or(Ok(String::from("0")), Child::end)?;
-                Ok((steps, audits.trim().parse()?))
-            }
-        }
+        let accountant = Accountant::device(self.on.account_pool()?, device::open(options)?)?;
+        // SAFETY: the stream is the loop's, which outlives the audits.
+        let (on, stream) = (self.on, unsafe { Stream::new(self.device.stream()) });
+        thread::scope(|scope| {
+            let audits = scope.spawn(|| audit_inside(accountant, on, stream, rate, &stop));
+            let steps = self.steps(options.load_time());
+            stop.store(true, Ordering::Relaxed);
+            let audits = audits.join().expect("the auditor doesn't panic");
+            Ok((steps?, audits?))
+        })
     }
 
-    fn steps(
-        &mut self,
-        time: Duration,
-        begin: impl Fn() -> anyhow::Result<()>,
-        done: impl Fn() -> anyhow::Result<()>,
-    ) -> anyhow::Result<Steps> {
+    /// Runs steps for a time.
+    fn steps(&mut self, time: Duration) -> anyhow::Result<Steps> {
         let end = Instant::now() + time;
         let mut marks = VecDeque::from([self.device.record_timed()?]);
         let mut steps = vec![];
         while Instant::now() < end || steps.is_empty() {
-            begin()?;
             for _ in 0..self.reads {
                 self.device.page_digest(&self.kv, self.pages.slice(), &mut self.digests)?;
             }
-            done()?;
             marks.push_back(self.device.record_timed()?);
             while marks.len() > AHEAD + 1 {
                 steps.push(step(&mut marks)?);

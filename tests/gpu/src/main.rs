@@ -56,7 +56,7 @@ pub(crate) struct Options {
     /// Seconds per measurement of the decoding loop
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
-    /// A Python that has torch with CUDA, to test how torch shares its tensors
+    /// A Python that has torch with CUDA and msgspec, to audit a pool of torch. Needs --library
     #[arg(long)]
     python: Option<PathBuf>,
     /// libberth_kv.so, to audit a pool of torch as the shim does. Needs --python
@@ -67,13 +67,7 @@ pub(crate) struct Options {
     lines: Option<PathBuf>,
     /// Run as the second process of a question
     #[arg(long, hide = true)]
-    role: Option<child::Role>,
-    /// Path of the row table, for a role
-    #[arg(long, hide = true)]
-    table: Option<PathBuf>,
-    /// Audits per second, for a role
-    #[arg(long, hide = true, default_value_t = 1.0)]
-    rate: f64,
+    hold_context: bool,
 }
 
 impl Options {
@@ -88,8 +82,8 @@ fn main() -> anyhow::Result<ExitCode> {
         say(&format!("no GPU, nothing was measured: {missing}"))?;
         return Ok(ExitCode::from(NO_CUDA));
     }
-    if let Some(role) = options.role {
-        return child::play(role, &options).map(|()| ExitCode::SUCCESS);
+    if options.hold_context {
+        return child::hold_context(&options).map(|()| ExitCode::SUCCESS);
     }
     let mut answers = Answers::default();
     let parts: &[Part] = if options.only_equality { &PARTS[..1] } else { &PARTS };

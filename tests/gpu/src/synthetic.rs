@@ -6,7 +6,6 @@ use kernels::{
     account::{self, IdList, PoolBuffer, SnapshotRow},
     cuda::{Device, DeviceBuffer, DeviceSlice, KvBuffer, KvBuffers, PoolSize},
     reference::{LiveRow, lay_out},
-    table::TableRow,
 };
 
 /// Rows that hold the pool's pages.
@@ -154,15 +153,6 @@ impl Synthetic {
             sealed_tokens: live.len,
             protected_tokens: Some(0),
             version: 1,
-        };
-        self.rows.iter().map(row).collect()
-    }
-
-    /// Returns the live rows for a row table.
-    pub(crate) fn table_rows(&self) -> Vec<TableRow> {
-        let row = |live: &LiveRow| {
-            let &LiveRow { row, len, session, .. } = live;
-            TableRow { row, len, session, version: 1, key: session.into() }
         };
         self.rows.iter().map(row).collect()
     }

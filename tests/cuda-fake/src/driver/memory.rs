@@ -42,7 +42,6 @@ extern "C" fn cuMemFree_v2(address: u64) -> u32 {
             "something wrote behind {} bytes of device memory",
             mapping.bytes()
         );
-        state.vmm.retain(|&base| base != address);
         Ok(())
     })
 }
@@ -54,39 +53,6 @@ unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32
         let left = state.memory_max.saturating_sub(state.memory_used());
         // SAFETY: guaranteed by the driver's contract.
         unsafe { put(free, size(left)).and(put(total, size(state.memory_max))) }
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemGetAddressRange_v2(
-    base: *mut u64,
-    bytes: *mut usize,
-    address: u64,
-) -> u32 {
-    in_context("cuMemGetAddressRange_v2", |state| {
-        let block = state.block_of(address).ok_or(code::NOT_FOUND)?;
-        // SAFETY: guaranteed by the driver's contract.
-        unsafe { put(base, block.base()).and(put(bytes, block.bytes())) }
-    })
-}
-
-/// Succeeds for memory that a test marked as mapped from handles.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) -> u32 {
-    in_context("cuMemRetainAllocationHandle", |state| {
-        let base = state.block_of(address).map(Mapping::base).ok_or(code::INVALID_VALUE)?;
-        if !state.vmm.contains(&base) {
-            return Err(code::INVALID_VALUE);
-        }
-        // SAFETY: guaranteed by the driver's contract.
-        unsafe { put(handle, base) }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemRelease(handle: u64) -> u32 {
-    in_context("cuMemRelease", |state| {
-        if state.vmm.contains(&handle) { Ok(()) } else { Err(code::INVALID_VALUE) }
     })
 }
 
@@ -112,21 +78,6 @@ extern "C" fn cuMemHostUnregister(address: u64) -> u32 {
     in_context("cuMemHostUnregister", |state| {
         let known = state.registered.remove(&address);
         known.map(|_| ()).ok_or(code::HOST_MEMORY_NOT_REGISTERED)
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
-    device: *mut u64,
-    host: u64,
-    _flags: c_uint,
-) -> u32 {
-    in_context("cuMemHostGetDevicePointer_v2", |state| {
-        if !state.is_registered(host, 1) {
-            return Err(code::INVALID_VALUE);
-        }
-        // SAFETY: guaranteed by the driver's contract.
-        unsafe { put(device, host) }
     })
 }
 

@@ -78,17 +78,6 @@ extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuStreamWriteValue64_v2(stream: u64, to: u64, value: u64, _flags: c_uint) -> u32 {
-    in_context("cuStreamWriteValue64_v2", |state| {
-        state.check_range(to, 8)?;
-        if !to.is_multiple_of(8) {
-            return Err(code::INVALID_VALUE);
-        }
-        state.enqueue(stream, Work::Store { to, value })
-    })
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventCreate(event: *mut u64, _flags: c_uint) -> u32 {
     in_context("cuEventCreate", |state| {
         let handle = state.new_handle();
