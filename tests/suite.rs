@@ -31,7 +31,6 @@ mod restarts;
 mod rl;
 mod silence;
 mod sim;
-mod skew;
 mod soak;
 mod staged_prefill;
 mod top;

@@ -16,9 +16,6 @@ use crate::{
 
 /// The [`Claim`], as JSON.
 pub const CLAIM: HeaderName = HeaderName::from_static("x-berth-session");
-/// The digest of the session that started the turn's session, as 16 hex digits. It is a header of
-/// its own because agents of earlier versions refuse a claim with an unknown member.
-pub const PARENT: HeaderName = HeaderName::from_static("x-berth-parent");
 /// The router's turn id, for logs on both sides.
 pub const TURN: HeaderName = HeaderName::from_static("x-berth-turn");
 pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
@@ -27,23 +24,18 @@ pub const RANK: HeaderName = HeaderName::from_static("x-berth-rank");
 pub const PRINCIPAL: HeaderName = HeaderName::from_static("x-berth-principal");
 /// Leading prompt tokens that are resident, as far as the router knows.
 pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-tokens");
-/// A router's token in clear, as routers of earlier versions prove themselves. See the agent's
-/// setting `auth.token_file`.
-pub const TOKEN: HeaderName = HeaderName::from_static("x-berth-router-token");
 /// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
 /// Refuses a request that doesn't come from a router.
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
-pub const TRUSTED: [HeaderName; 11] = [
+pub const TRUSTED: [HeaderName; 9] = [
     CLAIM,
-    PARENT,
     TURN,
     RANK,
     PRINCIPAL,
     RESIDENT,
-    TOKEN,
     crate::proof::REQUEST,
     HINTS,
     BOOTSTRAP,
@@ -75,8 +67,8 @@ pub struct Claim {
     /// Without a turn for so long, the session closes. `None`: the agent's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_ms_max: Option<u64>,
-    /// The session that started this one, as a sub-agent. It travels in [`PARENT`].
-    #[serde(skip)]
+    /// The session that started this one, as a sub-agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Digest>,
 }
 
@@ -86,8 +78,6 @@ pub enum Error {
     Malformed(#[source] serde_json::Error),
     #[error("the {CLAIM} header has an invalid session id or principal")]
     Id(#[source] id::Error),
-    #[error("the {PARENT} header is not a session's digest")]
-    Parent,
     #[error("the {RANK} header is not a DP rank")]
     Rank,
     #[error("the {PRINCIPAL} header is not a principal")]
@@ -125,10 +115,6 @@ impl Claim {
 
     pub fn write_to(&self, headers: &mut HeaderMap) {
         headers.insert(CLAIM, self.to_header());
-        if let Some(parent) = self.parent {
-            let value = HeaderValue::from_str(&parent.to_string());
-            headers.insert(PARENT, value.expect("hex digits are legal"));
-        }
     }
 
     /// Every valid id fits in a header, because JSON escapes control characters.
@@ -145,16 +131,10 @@ impl Claim {
     /// `None` if there is no claim.
     pub fn from_headers(headers: &HeaderMap) -> Result<Option<(Self, SessionKey)>, Error> {
         let Some(value) = headers.get(CLAIM) else { return Ok(None) };
-        let mut claim: Self = serde_json::from_slice(value.as_bytes()).map_err(Error::Malformed)?;
-        claim.parent = parent(headers)?;
+        let claim: Self = serde_json::from_slice(value.as_bytes()).map_err(Error::Malformed)?;
         let key = claim.key().map_err(Error::Id)?;
         Ok(Some((claim, key)))
     }
-}
-
-fn parent(headers: &HeaderMap) -> Result<Option<Digest>, Error> {
-    let Some(value) = headers.get(PARENT) else { return Ok(None) };
-    value.to_str().ok().and_then(Digest::parse).map(Some).ok_or(Error::Parent)
 }
 
 /// `None` if the header is absent.
@@ -205,16 +185,17 @@ mod tests {
     }
 
     #[test]
-    fn the_parent_is_no_member_of_the_claim_which_earlier_agents_would_refuse() {
+    fn a_parent_is_a_digest() {
         let key = SessionKey::new("p", "child").unwrap();
         let claim = Claim { parent: Some(Digest(7)), ..Claim::for_session(&key) };
         let mut headers = HeaderMap::new();
         claim.write_to(&mut headers);
-        assert_eq!(headers[CLAIM], r#"{"principal":"p","id":"child"}"#);
-        assert_eq!(headers[PARENT], "0000000000000007");
+        let text = r#"{"principal":"p","id":"child","parent":"0000000000000007"}"#;
+        assert_eq!(headers[CLAIM], text);
         for wrong in ["", "7", "+000000000000007", "00000000000000007", "000000000000000G"] {
-            headers.insert(PARENT, HeaderValue::from_static(wrong));
-            assert!(matches!(Claim::from_headers(&headers), Err(Error::Parent)), "{wrong:?}");
+            let changed = text.replace("0000000000000007", wrong);
+            headers.insert(CLAIM, HeaderValue::from_str(&changed).unwrap());
+            assert!(matches!(Claim::from_headers(&headers), Err(Error::Malformed(_))), "{wrong:?}");
         }
     }
 

@@ -6,6 +6,7 @@
 
 use std::{fmt, sync::Arc};
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -67,7 +68,8 @@ impl SessionKey {
 }
 
 /// Shown as 16 hex digits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct Digest(pub u64);
 
 impl Digest {
@@ -77,6 +79,20 @@ impl Digest {
         let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
         let is_digest = text.len() == 16 && text.bytes().all(is_digit);
         is_digest.then(|| u64::from_str_radix(text, 16).ok()).flatten().map(Self)
+    }
+}
+
+impl From<Digest> for String {
+    fn from(digest: Digest) -> Self {
+        digest.to_string()
+    }
+}
+
+impl TryFrom<String> for Digest {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        Self::parse(&text).ok_or("a digest has 16 lower-case hex digits")
     }
 }
 

@@ -120,7 +120,7 @@ pub struct EngineFacts {
     /// The LoRA adapters that are loaded now, in order. `None` if the agent doesn't read them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Vec<String>>,
-    /// `None` if the engine runs whole turns, or if the agent doesn't say.
+    /// `None` if the engine runs whole turns.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub transfer: Option<KvTransfer>,
 }

@@ -38,24 +38,6 @@ use self::{
 /// larger fleet needs several routers.
 pub const AGENTS_MAX: usize = 1024;
 
-/// Renamed settings: the old name and the new name. The old name is refused.
-const RENAMED_SETTINGS: [(&str, &str); 14] = [
-    ("data_addr", "listen.data_addr"),
-    ("admin_addr", "listen.admin_addr"),
-    ("turns_in_flight_max", "limits.turns_in_flight_max"),
-    ("body_bytes_max", "limits.body_bytes_max"),
-    ("body_bytes_in_flight_max", "limits.body_bytes_in_flight_max"),
-    ("sessions_max", "limits.sessions_max"),
-    ("overlap_bytes_max", "limits.overlap_bytes_max"),
-    ("turn_ms_max", "timeouts.turn_ms_max"),
-    ("connect_ms_max", "timeouts.connect_ms_max"),
-    ("load_report_age_ms_max", "timeouts.load_report_age_ms_max"),
-    ("drain_ms_max", "timeouts.drain_ms_max"),
-    ("affinity_idle_ms_max", "placement.affinity_idle_ms_max"),
-    ("rebind_gain_ms_min", "placement.rebind_gain_ms_min"),
-    ("preamble", "placement.preamble"),
-];
-
 /// All settings as they take effect: the tables of the settings file. [`Config::problems`] checks
 /// them. Its many fields: one for each table.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -124,8 +106,7 @@ impl Config {
     /// # Errors
     /// All problems of the settings at once.
     pub fn load(args: &Args) -> Result<Self, Problems> {
-        let (mut config, mut problems) =
-            settings::load::<Self>(args.config.as_deref(), &RENAMED_SETTINGS);
+        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
         if !args.workers.is_empty() {
             config.workers.clone_from(&args.workers);
         }
@@ -356,13 +337,13 @@ mod tests {
         let args = Args { workers: vec!["http://a:1".into()], ..Args::default() };
         let config = Config::load(&args).unwrap();
         assert_eq!(config.workers, ["http://a:1"]);
-        let (shown, problems) = settings::parse::<Config>(&settings::to_toml(&config), &[]);
+        let (shown, problems) = settings::parse::<Config>(&settings::to_toml(&config));
         assert_eq!((shown, problems), (config, vec![]));
     }
 
     #[test]
     fn preambles_are_stripped_or_kept_and_nothing_else() {
-        let of = |text: &str| settings::parse::<Config>(text, &[]);
+        let of = |text: &str| settings::parse::<Config>(text);
         assert_eq!(of("").0.placement.preamble, PreamblePolicy::Strip);
         assert_eq!(of("placement.preamble = \"keep\"").0.placement.preamble, PreamblePolicy::Keep);
         let (_, problems) = of("placement.preamble = \"leave\"");

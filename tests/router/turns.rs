@@ -55,7 +55,6 @@ async fn what_a_client_may_not_say_never_reaches_an_agent() {
     let router = Router::start(&[&a]).await;
     let headers: Headers<'_> = &[
         ("x-berth-session", r#"{"principal":"root","id":"theirs"}"#),
-        ("x-berth-parent", "0000000000000001"),
         ("x-berth-turn", "forged"),
         ("x-berth-rank", "7"),
         ("x-data-parallel-rank", "3"),
@@ -70,14 +69,7 @@ async fn what_a_client_may_not_say_never_reaches_an_agent() {
     assert!(turn.claim.is_none());
     assert_ne!(turn.headers["x-berth-turn"], "forged");
     assert_eq!(turn.headers["x-berth-rank"], "0");
-    for gone in [
-        "x-berth-parent",
-        "x-data-parallel-rank",
-        "x-override-priority",
-        "x-mine",
-        "te",
-        "connection",
-    ] {
+    for gone in ["x-data-parallel-rank", "x-override-priority", "x-mine", "te", "connection"] {
         assert!(!turn.headers.contains_key(gone), "{gone} passed");
     }
     assert_eq!(turn.headers["x-other"], "passes");

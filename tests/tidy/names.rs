@@ -1,4 +1,4 @@
-//! Names and words: functions named as verbs, and words that are retired.
+//! Names and words: functions named as verbs, and one word for a thing.
 
 use std::fs;
 
@@ -7,13 +7,9 @@ use crate::{files, report, root, rust_files};
 /// Function names that tell a caller nothing.
 const VAGUE_NAMES: [&str; 3] = ["of", "on", "so"];
 
-/// Words that the project no longer uses, in lower case, each with its replacement.
-const RETIRED: [(&str, &str); 13] = [
+/// Words that the project doesn't use, in lower case, each with the one that says the same.
+const OTHER_WORDS: [(&str, &str); 9] = [
     ("slow lane", "staged prefill"),
-    ("slow_lane", "staged_prefill"),
-    ("slowlane", "staged prefill"),
-    ("sglang/lane", "sglang/integration"),
-    ("piece_ms", "prefill_stage_ms"),
     ("house", "cluster"),
     ("twin", "duplicate agent id"),
     ("twins", "duplicate agent ids"),
@@ -23,10 +19,6 @@ const RETIRED: [(&str, &str); 13] = [
     ("hush", "clear_wake"),
     ("healed", "retokenized"),
 ];
-
-/// Retired names of settings, metrics and labels, and the files that tell users the new names.
-const OLD_NAMES: [&str; 3] = ["piece_ms", "slow_lane", "healed"];
-const MAY_USE_OLD_NAMES: [&str; 2] = ["deploy/docs/operations.md", "worker-agent/src/config.rs"];
 
 #[test]
 fn functions_say_what_they_do() {
@@ -43,15 +35,14 @@ fn functions_say_what_they_do() {
 }
 
 #[test]
-fn retired_words_are_gone() {
+fn a_thing_has_one_word() {
     let mut findings = vec![];
     for file in files().iter().filter(|file| !file.starts_with("tests/tidy/")) {
         let Ok(text) = fs::read_to_string(root().join(file)) else { continue };
         let text = format!("{file}\n{text}");
         for (number, line) in (0..).zip(text.lines()) {
-            for (word, instead) in RETIRED {
-                let may = OLD_NAMES.contains(&word) && MAY_USE_OLD_NAMES.contains(&file.as_str());
-                if !may && has_word(&line.to_lowercase(), word) {
+            for (word, instead) in OTHER_WORDS {
+                if has_word(&line.to_lowercase(), word) {
                     findings.push(format!("{file}:{number}: `{word}`: write {instead}"));
                 }
             }

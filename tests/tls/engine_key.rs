@@ -5,6 +5,8 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use http::Method;
+use proto::v1::worker_agent_client::WorkerAgentClient;
 use serde_json::Value;
 use tests::{
     certificates::token,
@@ -12,6 +14,9 @@ use tests::{
     engine_sim::{Config, EngineSim},
     web::Web,
 };
+use tonic::transport::Endpoint;
+
+use crate::{PROOF, sign, signer};
 
 const KEY: &str = "engine-secret";
 
@@ -102,11 +107,15 @@ async fn a_router_s_turns_get_the_engine_s_key_whatever_their_client_sent() {
     let agent = Agent::start(&engine, &format!("auth.token_file = {tokens:?}\n")).await;
     let own = format!("Bearer {KEY}");
     assert_eq!(turn(&agent, &[("authorization", &own)]).await, 401, "the key is no router's proof");
-    let (token, mut config) = (token('a'), router_config(&[]));
+    let channel = Endpoint::from_shared(format!("http://{}", agent.control)).unwrap();
+    let mut control = WorkerAgentClient::new(channel.connect_lazy());
+    let signer = signer(&tokens, &mut control).await;
     for credential in ["Bearer client", &own] {
-        let headers = [("x-berth-router-token", token.as_str()), ("authorization", credential)];
+        let proof = sign(&signer, &Method::POST, "/generate", &[]);
+        let headers = [(PROOF, proof.as_str()), ("authorization", credential)];
         assert_eq!(turn(&agent, &headers).await, 200, "{credential}");
     }
+    let mut config = router_config(&[]);
     config.workers = vec![format!("http://{}", agent.control)];
     config.agents.token_file = tokens;
     let routers = vec![Router::start(config).await.unwrap()];

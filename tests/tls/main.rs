@@ -6,9 +6,16 @@ mod engine_key;
 mod proof;
 mod rotation;
 
+use std::path::Path;
+
 use axum::body::Body;
-use http::{Method, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
+use proto::{
+    proof::REQUEST,
+    v1::{ListSessionsRequest, worker_agent_client::WorkerAgentClient},
+};
 use serde_json::{Value, json};
+use service::{proof::router::Signer, reload::Reloaded, router_token::Tokens};
 use tests::{
     berth::BerthCommand,
     certificates::{AGENT, Authority, Files, ROUTER, token},
@@ -16,6 +23,10 @@ use tests::{
     web::Web,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tonic::transport::Channel;
+
+/// The name of the header with a request's proof.
+const PROOF: &str = "x-berth-router-proof";
 
 /// Starts a fleet with certificates and tokens on every port.
 async fn start_secure(workers: usize, files: &Files) -> Cluster {
@@ -27,6 +38,26 @@ async fn start_secure(workers: usize, files: &Files) -> Cluster {
 /// Returns a client that an agent takes for a router, if the token is right.
 fn router_web(files: &Files) -> Web {
     files.web(Some("router"), Some(AGENT))
+}
+
+/// Has the agent prove itself. Returns what a router with this file of tokens then signs with.
+async fn signer(tokens: &Path, control: &mut WorkerAgentClient<Channel>) -> Signer {
+    let tokens = Tokens::source(tokens.to_owned()).read().unwrap();
+    let signer = Signer::new(Reloaded::fixed(tokens));
+    let hello = signer.hello();
+    let answer = control.prove(hello.message()).await.unwrap().into_inner();
+    signer.accept(&hello, answer).unwrap();
+    signer
+}
+
+/// Returns a router's proof of one request with these headers.
+fn sign(signer: &Signer, method: &Method, url: &str, headers: &[(&str, &str)]) -> String {
+    let pairs = headers.iter().map(|(name, value)| {
+        (name.parse::<HeaderName>().unwrap(), HeaderValue::from_str(value).unwrap())
+    });
+    let mut headers: HeaderMap = pairs.collect();
+    signer.sign(method, &url.parse().unwrap(), &mut headers);
+    headers[REQUEST].to_str().unwrap().to_owned()
 }
 
 #[tokio::test]
@@ -120,16 +151,18 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
     let cluster = start_secure(1, &files).await;
     cluster.open_pinned("s").await;
     let web = router_web(&files);
-    let (right, wrong) = (token('a'), token('b'));
-    let mut request = tonic::Request::new(proto::v1::ListSessionsRequest::default());
-    request.metadata_mut().insert("x-berth-router-token", right.parse().unwrap());
     let mut control = files.control_client(cluster.agent().control_url()).await;
+    let signer = signer(&files.path("tokens"), &mut control).await;
+    let call = "/berth.agent.v1.WorkerAgent/ListSessions";
+    let mut request = tonic::Request::new(ListSessionsRequest::default());
+    request.metadata_mut().insert(PROOF, sign(&signer, &Method::POST, call, &[]).parse().unwrap());
     let listed = control.list_sessions(request).await.unwrap().into_inner();
     let principal = &listed.sessions[0].key.as_ref().unwrap().principal;
     let claim = json!({"principal": principal, "id": "s", "close": true}).to_string();
     let url = cluster.agent().url("/generate");
     let claims = [("x-berth-session", claim.as_str())];
-    for headers in [&claims[..], &[claims[0], ("x-berth-router-token", &wrong)]] {
+    let unclaimed = sign(&signer, &Method::POST, &url, &[]);
+    for headers in [&claims[..], &[claims[0], (PROOF, &unclaimed)]] {
         let refused = web.post(&url, headers, &text_turn("hello", 4)).await.unwrap();
         assert_eq!(refused.refusal(), (401, "not_a_router".to_owned()));
     }
@@ -137,18 +170,20 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
         let refused = web.get(&cluster.agent().url(path)).await.unwrap();
         assert_eq!(refused.refusal(), (401, "not_a_router".to_owned()), "{path}");
     }
-    // Without a certificate there is no connection at all, even with the token.
-    let with_token = [claims[0], ("x-berth-router-token", right.as_str())];
+    // Without a certificate there is no connection at all, even with the proof.
+    let proof = sign(&signer, &Method::POST, &url, &claims);
+    let with_proof = [claims[0], (PROOF, &proof)];
     let stranger = files.web(None, Some(AGENT));
-    stranger.post(&url, &with_token, &text_turn("hello", 4)).await.unwrap_err();
-    // A client can't send the token or a claim through the router: this turn has no session.
-    cluster.turn("/generate", &with_token, &text_turn("hello", 4)).await;
+    stranger.post(&url, &with_proof, &text_turn("hello", 4)).await.unwrap_err();
+    // A client can't send a proof or a claim through the router: this turn has no session.
+    cluster.turn("/generate", &with_proof, &text_turn("hello", 4)).await;
     assert_eq!(cluster.get("/v1/sessions/s").await.json()["turns"], 0);
     // With both proofs, the claim counts, and closes the session.
     let body = json!({"text": "hello", "sampling_params": {"max_new_tokens": 4}});
     let claim = json!({"principal": principal, "id": "s", "delta": true, "close": true});
-    let headers = [("x-berth-session", &*claim.to_string()), with_token[1]];
-    let answer = web.post(&url, &headers, &body).await.unwrap();
+    let claim = ("x-berth-session", &*claim.to_string());
+    let proof = sign(&signer, &Method::POST, &url, &[claim]);
+    let answer = web.post(&url, &[claim, (PROOF, &proof)], &body).await.unwrap();
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
     eventually("the end of the session", || async {
         (cluster.get("/v1/sessions/s").await.status == StatusCode::NOT_FOUND).then_some(())
@@ -261,7 +296,7 @@ async fn a_token_alone_is_enough_where_tls_is_elsewhere() {
     let list = cluster.web.request(Method::GET, &url, &[], Body::empty()).await.unwrap();
     assert_eq!(list.status, StatusCode::UNAUTHORIZED);
     let mut control = cluster.agent().control_client().await.unwrap();
-    let listed = control.list_sessions(proto::v1::ListSessionsRequest::default()).await;
+    let listed = control.list_sessions(ListSessionsRequest::default()).await;
     assert_eq!(listed.unwrap_err().code(), tonic::Code::Unauthenticated);
     let metrics: Value = cluster.agent_metrics().await.into();
     let counted = "berth_agent_refusals_total{code=\"not_a_router\"} 2";

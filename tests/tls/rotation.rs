@@ -13,7 +13,7 @@ use tests::{
     web::Web,
 };
 
-use crate::router_web;
+use crate::{PROOF, router_web, sign, signer};
 
 /// Clients that send turns until they are stopped, each over new connections.
 struct Load {
@@ -119,11 +119,12 @@ async fn certificates_and_their_authority_rotate_under_load() {
     .await;
     assert!(load.end().await > 40);
     // The old certificate opens nothing any more, and the new ones are shown.
-    let (url, token) = (cluster.agent().url("/v1/models"), token('a'));
-    let headers = [("x-berth-router-token", token.as_str())];
-    let get = |web: Web| {
-        let (url, headers) = (url.clone(), headers);
-        async move { web.request(Method::GET, &url, &headers, Body::empty()).await }
+    let url = cluster.agent().url("/v1/models");
+    let mut control = files.control_client(cluster.agent().control_url()).await;
+    let signer = signer(&files.path("tokens"), &mut control).await;
+    let get = async |web: Web| {
+        let proof = sign(&signer, &Method::GET, &url, &[]);
+        web.request(Method::GET, &url, &[(PROOF, &proof)], Body::empty()).await
     };
     get(old_web).await.unwrap_err();
     assert_eq!(get(router_web(&files)).await.unwrap().status, StatusCode::OK);
@@ -142,6 +143,8 @@ async fn tokens_rotate_under_load_and_a_broken_file_changes_nothing() {
     .await
     .unwrap();
     cluster.web = files.web(None, None);
+    let mut control = files.control_client(cluster.agent().control_url()).await;
+    let old = signer(&files.path("tokens"), &mut control).await;
     let load = Load::start(&cluster, || files.web(None, None));
     let both = format!("{}\n{}\n", token('a'), token('b'));
     change(&cluster, "agent", "router_token", || files.write("tokens", &both)).await;
@@ -155,8 +158,8 @@ async fn tokens_rotate_under_load_and_a_broken_file_changes_nothing() {
     .await;
     assert!(load.end().await > 20);
     let url = cluster.agent().url("/generate");
-    let old = token('a');
-    let headers = [("x-berth-router-token", old.as_str())];
+    let proof = sign(&old, &Method::POST, &url, &[]);
+    let headers = [(PROOF, proof.as_str())];
     let refused = router_web(&files).post(&url, &headers, &text_turn("hello", 4)).await.unwrap();
     assert_eq!(refused.refusal(), (401, "not_a_router".to_owned()));
     cluster.turn("/generate", &[], &text_turn("hello", 4)).await;

@@ -49,40 +49,6 @@ pub const ABORT_WAIT_MAX: Duration = Duration::from_secs(15);
 
 /// The longest name of an agent, in bytes. The name is part of session ids inside the engine.
 pub const WORKER_ID_BYTES_MAX: usize = 128;
-/// Renamed settings: the old name and the new name. The old name is refused.
-const RENAMED_SETTINGS: [(&str, &str); 31] = [
-    ("piece_ms", "engine.prefill_stage_ms"),
-    ("engine", "engine.url"),
-    ("engine_call_ms_max", "engine.call_ms_max"),
-    ("load_interval_ms", "engine.load_interval_ms"),
-    ("stall_ms_max", "engine.stall_ms_max"),
-    ("vocabulary", "engine.vocabulary"),
-    ("prefill_stage_ms", "engine.prefill_stage_ms"),
-    ("republish_interval_ms", "engine.republish_interval_ms"),
-    ("data_addr", "listen.data_addr"),
-    ("control_addr", "listen.control_addr"),
-    ("admin_addr", "listen.admin_addr"),
-    ("session_idle_ms_max", "sessions.idle_ms_max"),
-    ("demote_idle_ms", "sessions.demote_idle_ms"),
-    ("auto_pin", "sessions.auto_pin"),
-    ("pin_budget_ratio", "sessions.pin_budget_ratio"),
-    ("rows_reserve", "sessions.rows_reserve"),
-    ("turns_queued_per_session_max", "sessions.turns_queued_per_session_max"),
-    ("turns_in_flight_max", "limits.turns_in_flight_max"),
-    ("turns_queued_max", "limits.turns_queued_max"),
-    ("queue_wait_ms_max", "limits.queue_wait_ms_max"),
-    ("turn_ms_max", "limits.turn_ms_max"),
-    ("body_bytes_max", "limits.body_bytes_max"),
-    ("body_bytes_in_flight_max", "limits.body_bytes_in_flight_max"),
-    ("report_interval_ms", "reports.interval_ms"),
-    ("drain_ms_max", "shutdown.drain_ms_max"),
-    ("audit_interval_s", "audit.interval_s"),
-    ("state_dir", "files.state_dir"),
-    ("shim_socket", "files.shim_socket"),
-    ("devices", "gpu.devices"),
-    ("nvml_library", "gpu.nvml_library"),
-    ("gpm", "gpu.gpm"),
-];
 
 /// Command-line flags, and the environment variables read with them.
 #[derive(Debug, Parser)]
@@ -158,8 +124,7 @@ impl Config {
     /// # Errors
     /// All problems at once.
     pub fn load(args: Args) -> Result<Self, Problems> {
-        let (mut config, mut problems) =
-            settings::load::<Self>(args.config.as_deref(), &RENAMED_SETTINGS);
+        let (mut config, mut problems) = settings::load::<Self>(args.config.as_deref());
         config.engine.url = args.engine.unwrap_or(config.engine.url);
         config.shutdown.handover |= args.handover;
         config.worker_id = args.worker_id.unwrap_or(config.worker_id);

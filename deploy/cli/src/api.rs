@@ -280,7 +280,7 @@ impl PoolParts {
 }
 
 impl Session {
-    /// Returns the time at the agent's last report, if the router doesn't say.
+    /// Returns the time at the last report, if an agent listed the session.
     #[must_use]
     pub fn idle_ms(&self) -> u64 {
         self.idle_ms.unwrap_or(self.idle_ms_at_report)

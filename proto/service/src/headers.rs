@@ -136,7 +136,6 @@ mod tests {
             "x-berth-turn",
             "x-berth-rank",
             "x-berth-resident-tokens",
-            "x-berth-router-token",
             "x-data-parallel-rank",
             "x-override-priority",
             "host",

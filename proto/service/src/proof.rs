@@ -128,7 +128,7 @@ fn request_mac(
     mac.add(method.as_str().as_bytes());
     mac.add(path.as_bytes());
     for name in &claim::TRUSTED {
-        if *name != claim::TOKEN && *name != proof::REQUEST {
+        if *name != proof::REQUEST {
             for value in headers.get_all(name) {
                 mac.add(name.as_str().as_bytes());
                 mac.add(value.as_bytes());

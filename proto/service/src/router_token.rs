@@ -3,13 +3,12 @@
 //! A file has one token per line. Both sides accept a proof by each of them, and make their own
 //! proofs (see [`crate::proof`]) by the first. So a token is rotated without a failed turn: agents
 //! accept the new one beside the old, then routers, then both make it their first, then both forget
-//! the old one. A token never leaves its process. Routers of earlier versions send it in the header
-//! [`TOKEN`](proto::claim::TOKEN), which agents still accept.
+//! the old one. A token never leaves its process.
 
 use std::path::PathBuf;
 
 use ring::hmac;
-use subtle::{Choice, ConstantTimeEq as _};
+use subtle::ConstantTimeEq as _;
 
 use crate::reload::Source;
 
@@ -75,11 +74,6 @@ impl Token {
         mac.add(purpose.as_bytes());
         mac
     }
-
-    /// Returns what a token in clear is compared by, so that the time tells nothing of a length.
-    fn digest(&self) -> [u8; 32] {
-        self.mac("berth token").finish()
-    }
 }
 
 impl Tokens {
@@ -122,14 +116,6 @@ impl Tokens {
     pub(crate) fn find(&self, id: &[u8]) -> Option<&Token> {
         self.0.iter().find(|token| token.id == id)
     }
-
-    /// Whether a token in clear is one of these. Takes the same time for every token of a length.
-    pub(crate) fn accept_in_clear(&self, token: &[u8]) -> bool {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, token);
-        let digest = Token { id: [0; TOKEN_ID_BYTES], key }.digest();
-        let compared = self.0.iter().map(|known| known.digest().ct_eq(&digest));
-        compared.fold(Choice::from(0), |any, equal| any | equal).into()
-    }
 }
 
 #[cfg(test)]
@@ -144,7 +130,6 @@ mod tests {
     fn each_token_of_the_file_is_known_and_the_first_is_used() {
         let (new, old) = ("n".repeat(32), "o".repeat(64));
         let both = tokens(&format!("# comment\n{new}\n\n  {old}  \n")).unwrap();
-        assert!(both.accept_in_clear(new.as_bytes()) && both.accept_in_clear(old.as_bytes()));
         let (only_new, only_old) = (tokens(&new).unwrap(), tokens(&old).unwrap());
         assert_eq!(both.first().id(), only_new.first().id());
         for known in [&only_new, &only_old] {
@@ -153,9 +138,6 @@ mod tests {
             assert!(!found.mac("purpose").is(&known.first().mac("another").finish()));
         }
         assert!(only_new.find(only_old.first().id()).is_none());
-        for wrong in [&b""[..], b"n", &[b'n'; 33], &[b'n'; 31], b"# comment"] {
-            assert!(!both.accept_in_clear(wrong), "{wrong:?} was accepted");
-        }
         assert!(!format!("{both:?}").contains(&new));
     }
 

@@ -34,25 +34,16 @@ impl std::error::Error for Problems {}
 ///
 /// Returns the settings and their problems. An invalid key keeps its default and is reported, so
 /// one run shows every problem. Without a path, returns the defaults.
-///
-/// `renamed_keys` holds the old name of each renamed key, and its new name, as `table.key`. An old
-/// name in the file is a problem, and the problem's text has the new name.
-pub fn load<T: DeserializeOwned + Default>(
-    path: Option<&Path>,
-    renamed_keys: &[(&str, &str)],
-) -> (T, Vec<String>) {
+pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<String>) {
     let Some(path) = path else { return (T::default(), vec![]) };
     match std::fs::read_to_string(path) {
-        Ok(text) => parse(&text, renamed_keys),
+        Ok(text) => parse(&text),
         Err(error) => (T::default(), vec![format!("{} can't be read: {error}", path.display())]),
     }
 }
 
 /// Reads settings as [`load`] does, from the text of a file.
-pub fn parse<T: DeserializeOwned + Default>(
-    text: &str,
-    renamed_keys: &[(&str, &str)],
-) -> (T, Vec<String>) {
+pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
     let file: Table = match text.parse() {
         Ok(file) => file,
         Err(error) => return (T::default(), vec![format!("not TOML: {error}")]),
@@ -62,13 +53,13 @@ pub fn parse<T: DeserializeOwned + Default>(
     for (key, value) in file {
         match value {
             Value::Table(table) => {
-                if let Some(table) = check_table::<T>(&key, table, renamed_keys, &mut problems) {
+                if let Some(table) = check_table::<T>(&key, table, &mut problems) {
                     valid.insert(key, Value::Table(table));
                 }
             }
             value => {
                 let file = Table::from_iter([(key.clone(), value.clone())]);
-                if is_valid::<T>(&key, file, renamed_keys, &mut problems) {
+                if is_valid::<T>(&key, file, &mut problems) {
                     valid.insert(key, value);
                 }
             }
@@ -84,7 +75,6 @@ pub fn parse<T: DeserializeOwned + Default>(
 fn check_table<T: DeserializeOwned>(
     table_name: &str,
     table: Table,
-    renamed_keys: &[(&str, &str)],
     problems: &mut Vec<String>,
 ) -> Option<Table> {
     let file_with = |table| Table::from_iter([(table_name.to_owned(), Value::Table(table))]);
@@ -95,7 +85,7 @@ fn check_table<T: DeserializeOwned>(
     let mut valid = Table::new();
     for (key, value) in table {
         let file = file_with(Table::from_iter([(key.clone(), value.clone())]));
-        if is_valid::<T>(&format!("{table_name}.{key}"), file, renamed_keys, problems) {
+        if is_valid::<T>(&format!("{table_name}.{key}"), file, problems) {
             valid.insert(key, value);
         }
     }
@@ -103,19 +93,7 @@ fn check_table<T: DeserializeOwned>(
 }
 
 /// Whether `file`, which has only the key `name`, is valid. Otherwise adds the problem.
-fn is_valid<T: DeserializeOwned>(
-    name: &str,
-    file: Table,
-    renamed_keys: &[(&str, &str)],
-    problems: &mut Vec<String>,
-) -> bool {
-    if let Some((_, new)) = renamed_keys.iter().find(|(old, _)| *old == name) {
-        problems.push(match new.split_once('.') {
-            Some((table, key)) => format!("{name}: renamed to {key} in the table [{table}]"),
-            None => format!("{name}: renamed to {new}"),
-        });
-        return false;
-    }
+fn is_valid<T: DeserializeOwned>(name: &str, file: Table, problems: &mut Vec<String>) -> bool {
     let result = T::deserialize(file);
     problems.extend(
         result.as_ref().err().map(|error| format!("{name}: {}", error.to_string().trim_end())),
@@ -158,7 +136,7 @@ mod tests {
     fn every_wrong_key_is_reported_and_good_ones_are_kept() {
         let text = "name = \"y\"\nother = true\n[reports]\ninterval_ms = -1\nintervall_ms = 5\n\
                     count = 3\n[report]\ncount = 4\n";
-        let (settings, problems) = parse::<Example>(text, &[]);
+        let (settings, problems) = parse::<Example>(text);
         assert_eq!(settings.name, "y");
         assert_eq!((settings.reports.interval_ms, settings.reports.count), (7, 3));
         assert_eq!(problems.len(), 4, "{problems:?}");
@@ -169,28 +147,13 @@ mod tests {
 
     #[test]
     fn a_table_that_is_no_table_is_reported() {
-        let (settings, problems) = parse::<Example>("reports = 5\n", &[]);
+        let (settings, problems) = parse::<Example>("reports = 5\n");
         assert_eq!((settings.reports.interval_ms, problems.len()), (7, 1), "{problems:?}");
     }
 
     #[test]
-    fn the_old_name_of_a_renamed_key_is_refused_with_the_new_name() {
-        let renamed_keys = [("pause_ms", "reports.interval_ms"), ("reports.n", "reports.count")];
-        let text = "pause_ms = 9\n[reports]\nn = 2\n";
-        let (settings, problems) = parse::<Example>(text, &renamed_keys);
-        assert_eq!((settings.reports.interval_ms, settings.reports.count), (7, 1));
-        assert_eq!(
-            problems,
-            [
-                "pause_ms: renamed to interval_ms in the table [reports]",
-                "reports.n: renamed to count in the table [reports]",
-            ]
-        );
-    }
-
-    #[test]
     fn a_missing_file_is_a_problem_not_a_default() {
-        let (_, problems) = load::<Example>(Some(Path::new("/nonexistent/berth.toml")), &[]);
+        let (_, problems) = load::<Example>(Some(Path::new("/nonexistent/berth.toml")));
         assert_eq!(problems.len(), 1);
     }
 }

@@ -85,7 +85,7 @@ impl WorkerAgent for Service {
         &self,
         _: tonic::Request<v1::DemoteSessionRequest>,
     ) -> Result<tonic::Response<v1::DemoteSessionResponse>, Status> {
-        Err(Status::unimplemented("as an agent of an earlier version"))
+        Err(Status::unimplemented("this agent has no such call"))
     }
 
     async fn claim_placement(

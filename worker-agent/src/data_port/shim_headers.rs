@@ -13,10 +13,9 @@ use crate::session::Turn;
 /// turn's id.
 const TRIM_HEADER: HeaderName = HeaderName::from_static("x-override-berth-trim");
 /// Added to [`TRIM_HEADER`]: the shim must refuse a turn that doesn't continue its session's
-/// history. An old shim runs such a turn outside the session, and the agent then aborts the turn.
+/// history. The agent aborts one that runs outside the session all the same.
 const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-berth-must-continue");
-/// The tag of the turn's KV, on a route whose body can't name a session. A shim of before this
-/// header leaves the turn untagged.
+/// The tag of the turn's KV, on a route whose body can't name a session.
 const TAG_HEADER: HeaderName = HeaderName::from_static("x-override-berth-tag");
 
 pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &Turn, rid: &str) {

@@ -1,8 +1,8 @@
 //! Manages the owner task's page audits: requests them, acts on findings, answers waiting callers.
 //!
 //! An audit checks which session (chain of requests) holds each page of a rank's KV pool, and finds
-//! pages that leak or belong to two owners. The rank's *shim*, Berth's part inside the engine, makes
-//! audits periodically and on demand.
+//! pages that leak or belong to two owners. The rank's *shim*, Berth's part inside the engine,
+//! makes audits periodically and on demand.
 //!
 //! The owner task calls [`AuditDesk`] with requests, deadlines and results. The desk updates
 //! metrics, logs faults and tells the session table which sessions are corrupt. [`crate::audit`]

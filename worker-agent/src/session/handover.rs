@@ -31,7 +31,7 @@ pub struct Handover {
 pub struct Moment {
     /// Milliseconds since 1970.
     pub unix_ms: u64,
-    /// `None` if it can't be read, or an earlier version of the agent wrote the moment.
+    /// `None` if it can't be read.
     pub boot: Option<BootTime>,
 }
 
@@ -70,21 +70,20 @@ pub struct HandedSession {
     pub(super) client: ClientHistory,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) parent: Option<u64>,
-    /// `None` if that isn't known, as after an agent that didn't say so.
+    /// `None` if that isn't known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) kv: Option<KvIdentity>,
     /// The same for all sessions.
-    #[serde(default)]
     pub(super) weights: HandedWeights,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct HandedWeights {
     #[serde(deserialize_with = "count::read")]
     pub(super) epoch: u64,
     /// The changes that the shim had counted, or would count; `None` if unknown.
-    #[serde(default, deserialize_with = "count::read_option")]
+    #[serde(deserialize_with = "count::read_option")]
     pub(super) counted: Option<u64>,
 }
 
@@ -134,7 +133,7 @@ mod tests {
         assert_eq!(rebooted.since(&handed), seconds(30), "another boot's clock says nothing");
         assert_eq!(moment(9_000_000_000, None).since(&handed), WALL_CLOCK_AGE_MAX);
         assert_eq!(moment(0, None).since(&handed), seconds(0));
-        let older = moment(1_000_000_000, None);
-        assert_eq!(rebooted.since(&older), seconds(30), "an earlier version wrote it");
+        let unread = moment(1_000_000_000, None);
+        assert_eq!(rebooted.since(&unread), seconds(30), "the boot's clock could not be read");
     }
 }

@@ -66,7 +66,7 @@ pub enum Error {
     Locked(PathBuf),
     #[error(
         "can't keep the journal of open sessions: set `files.state_dir` to a folder of this \
-         agent's own user (where it is not set, earlier versions used /tmp/berth-<uid>)"
+         agent's own user"
     )]
     Folder(#[from] private_folder::Error),
 }
@@ -135,7 +135,6 @@ impl JournalState {
         let mut lines: Vec<String> = self.records().map(|record| record.to_line()).collect();
         if let Some(Handover { at, sessions }) = &self.handover {
             let (unix_ms, count) = (at.unix_ms, sessions.len());
-            // Earlier versions of the agent ignore what follows the count.
             let boot = at.boot.as_ref().map(|boot| format!(" {} {}", boot.boot_id, boot.ms));
             let boot = boot.unwrap_or_default();
             lines.push(format!("handover {HANDOVER_VERSION} {unix_ms} {count}{boot}\n"));
@@ -522,6 +521,7 @@ mod tests {
                 "last_measured": {"prompt_tokens_bound": 1, "tokens": 2},
                 "longest_answer_tokens": 4, "divergence_streak": 0, "hidden_end_tokens_from": null,
             },
+            "weights": {"epoch": 0, "counted": null},
         }))
         .unwrap()
     }
@@ -573,9 +573,10 @@ mod tests {
         for cut in 0..text.len() {
             assert_eq!(replay(&text.as_bytes()[..cut]).0.handover, None, "cut at {cut}");
         }
-        let earlier = text.replace(" b-1 7\n", "\n");
-        let read = replay(earlier.as_bytes()).0.handover.map(|handover| handover.at);
-        assert_eq!(read, Some(Moment { unix_ms: 5, boot: None }), "an earlier version wrote it");
+        let unread = text.replace(" b-1 7\n", "\n");
+        let read = replay(unread.as_bytes()).0.handover.map(|handover| handover.at);
+        let at = Moment { unix_ms: 5, boot: None };
+        assert_eq!(read, Some(at), "the boot's clock could not be read");
         let next_version = text.replace("handover 1 ", "handover 2 ");
         assert_eq!(replay(next_version.as_bytes()).0.handover, None);
         let with_more = text.replace("\"dp_rank\"", "\"unknown\":0,\"dp_rank\"");

@@ -145,7 +145,7 @@ mod tests {
         let idle = |value: Value| format!("{:?}", row(&value, "worker").unwrap().pop());
         let session = json!({ "session_id": "s", "idle_ms_at_report": 0, "idle_ms": 61_000 });
         assert_eq!(idle(session), format!("{:?}", Some(Cell::from(millis(61_000)))));
-        let older = json!({ "session_id": "s", "idle_ms_at_report": 7 });
-        assert_eq!(idle(older), format!("{:?}", Some(Cell::from(millis(7)))));
+        let of_an_agent = json!({ "session_id": "s", "idle_ms_at_report": 7 });
+        assert_eq!(idle(of_an_agent), format!("{:?}", Some(Cell::from(millis(7)))));
     }
 }

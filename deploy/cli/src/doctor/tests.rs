@@ -110,8 +110,8 @@ fn worker_of(facts: &mut Facts) -> &mut Worker {
     &mut facts.routers[0].fleet.as_mut().unwrap().workers[0]
 }
 
-fn refuse_pins(facts: &mut Facts, reason: &str) {
-    let off = RetentionOff { retention: Retention::Pinned, reason: reason.into() };
+fn refuse(facts: &mut Facts, retention: Retention, reason: &str) {
+    let off = RetentionOff { retention, reason: reason.into() };
     worker_of(facts).retentions_off = vec![off];
 }
 
@@ -163,15 +163,21 @@ const PLANTS: &[(&str, Plant)] = &[
         let Some(Ok(engine)) = &mut f.agents[0].engine else { panic!("it is known") };
         engine["api_key"] = "k".into();
     }),
-    ("engine-streaming-off", |f| worker_of(f).retentions = vec!["tagged".into(), "none".into()]),
-    ("engine-radix-off", |f| worker_of(f).retentions = vec!["pinned".into(), "none".into()]),
+    ("engine-radix-off", |f| {
+        worker_of(f).retentions = vec!["pinned".into(), "none".into()];
+        refuse(f, Retention::Tagged, "the engine runs without --enable-session-radix-cache");
+    }),
     ("engine-streaming-off", |f| {
         worker_of(f).retentions = vec!["tagged".into(), "none".into()];
-        refuse_pins(f, "the engine runs without --enable-streaming-session");
+        refuse(f, Retention::Pinned, "the engine runs without --enable-streaming-session");
     }),
     ("engine-retention-unsafe", |f| {
         worker_of(f).retentions = vec!["tagged".into(), "none".into()];
-        refuse_pins(f, "the engine has a --hicache-storage-backend, and no shim has connected");
+        refuse(
+            f,
+            Retention::Pinned,
+            "the engine has a --hicache-storage-backend, and no shim has connected",
+        );
     }),
     ("engine-cache-report-off", |f| {
         f.agents[0].engine = Some(Ok(json!({ "enable_cache_report": false })));

@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 use parking_lot::Mutex;
 use prost::Message as _;
 use proto::{
-    claim, proof,
+    proof,
     v1::{ProveRequest, ProveResponse},
 };
 
@@ -57,14 +57,10 @@ impl AgentProofs {
         announcement::sign(&self.tokens.load(), &self.agent_id, control)
     }
 
-    /// Takes a signature, or the token in clear, as routers of earlier versions send it.
+    /// Checks that a router signed the request or call.
     pub fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
         let tokens = self.tokens.load();
-        let Some(value) = headers.get(proof::REQUEST) else {
-            let token = headers.get(claim::TOKEN).ok_or(Error::Missing)?;
-            let is_known = tokens.accept_in_clear(token.as_bytes());
-            return if is_known { Ok(()) } else { Err(Error::OtherToken) };
-        };
+        let value = headers.get(proof::REQUEST).ok_or(Error::Missing)?;
         let RequestProof { token_id, stamp, mac } = RequestProof::from_header(value)?;
         let token = tokens.find(&token_id).ok_or(Error::OtherToken)?;
         if !request_mac(token, &self.agent_id, &stamp, (method, uri, headers)).is(&mac) {

@@ -190,14 +190,11 @@ impl SignedChannel {
 fn unproven(status: &Status) -> Status {
     match status.code() {
         Code::Unimplemented => {
-            Status::unauthenticated("the agent can't prove itself: update it, and then its routers")
+            Status::unauthenticated("what answers can't prove itself; check the agent's address")
         }
-        // Agents of earlier versions refuse every call that has no token in clear.
-        Code::Unauthenticated => Status::unauthenticated(format!(
-            "the agent didn't prove itself: {}; or it is of an earlier version: update agents \
-             before routers",
-            status.message()
-        )),
+        Code::Unauthenticated => {
+            Status::unauthenticated(format!("the agent didn't prove itself: {}", status.message()))
+        }
         _ => status.clone(),
     }
 }

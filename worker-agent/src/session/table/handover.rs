@@ -84,7 +84,7 @@ impl Table {
             }
             let keeps_tag = state.tree().is_some_and(|tree| tree.has_tag);
             if keeps_tag && !tags.remove(&session.incarnation) {
-                // The last process was of a version that kept no tags in the journal.
+                // The session's turns ran without its tag, so the journal doesn't have it.
                 let incarnation = session.incarnation.clone();
                 self.effects.write_journal(Record::Tag { incarnation });
             }

@@ -149,13 +149,9 @@ fn names_missing_flag(off: &RetentionOff) -> bool {
 fn find_retention(facts: &Facts, retention: &str, flag: EngineFlag) -> Vec<Place> {
     let flag = flag.name;
     let lacks = |worker: &&Worker| {
-        // An agent of an older version says no reason.
-        let has_reason =
-            |off: &RetentionOff| off.retention.as_str() == retention && !names_missing_flag(off);
-        is_whole(worker)
-            && !worker.retentions.is_empty()
-            && !worker.retentions.iter().any(|it| it == retention)
-            && !worker.retentions_off.iter().any(has_reason)
+        let is_missing =
+            |off: &RetentionOff| off.retention.as_str() == retention && names_missing_flag(off);
+        is_whole(worker) && worker.retentions_off.iter().any(is_missing)
     };
     let found = facts.engines().filter(lacks);
     found

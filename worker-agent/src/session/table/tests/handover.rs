@@ -241,7 +241,7 @@ fn a_taken_over_session_continues_only_its_own_kv_and_none_that_is_not_known() {
     rig.delta_with("s", sql).inside();
     assert_eq!(rig.delta_with("t", KvIdentity::NONE).error(), Error::OtherKv);
     rig.delta_with("plain", KvIdentity::NONE).inside();
-    // An agent of an earlier version hands over no identity.
+    // The last process did not know the identity.
     let mut sessions = handed(&old);
     for session in &mut sessions {
         session.kv = None;

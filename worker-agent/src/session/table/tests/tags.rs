@@ -169,7 +169,7 @@ fn a_planned_restart_keeps_the_tags_of_its_sessions_and_closes_the_others() {
     rig.close("kept").unwrap();
     assert_eq!(rig.closes[0].incarnation, kept);
 
-    // A process of a version that kept no tags in the journal.
+    // The journal of the last process lacks the tag: the session's turns ran without it.
     old.journal.clear();
     let mut rig = successor(&old, engine(1), true);
     assert_eq!(rig.tags_in_journal(), [&*kept]);
