@@ -1,5 +1,6 @@
-//! An agent that describes itself as hundreds of thousands of ranks: the router takes no memory for
-//! it, and the turns of others don't notice.
+//! An agent that describes itself as hundreds of thousands of ranks.
+//!
+//! The router takes no memory for it, and the turns of others don't notice.
 
 use std::sync::{
     Arc,
