@@ -1,8 +1,8 @@
 //! Manages the memory of the page kernels, on the device and on the host, and copies between both.
 //!
-//! Enqueued work runs later, on the device. The types protect memory that it may still use: a
-//! [`PinnedBuffer`] can be read only after its copy is done, and a drop waits for the work before
-//! it frees the memory.
+//! Enqueued work runs later, on the device. The types protect memory that such work may still
+//! use: a [`PinnedBuffer`] can be read only after its copy is done, and a drop waits for the work
+//! before it frees the memory.
 
 use super::{Device, Error, OpenGpu, StreamPoint, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};

@@ -65,6 +65,7 @@ fn method_filter(kind: Kind) -> MethodFilter {
     filters.reduce(MethodFilter::or).expect("each kind has a method")
 }
 
+/// The router has checked who owns a stored response.
 async fn pass_on(State(context): State<TurnContext>, request: Request) -> Response {
     let (request_head, body) = request.into_parts();
     let passed = turn::pass_through(&context, &request_head, body).await;

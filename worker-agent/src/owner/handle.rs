@@ -68,6 +68,7 @@ pub enum EngineNews {
     /// The description names the engine's process.
     Up(Box<EngineInfo>),
     Sample(LoadSample),
+    /// Sorted, so that an equal list means no change.
     Adapters(Vec<String>),
     /// Whether the prefill engine's bootstrap server takes connections, or why not.
     Bootstrap(Result<(), String>),
@@ -76,7 +77,7 @@ pub enum EngineNews {
         /// When the engine was asked for the label.
         asked_at: Instant,
     },
-    /// The process of the turn has ended.
+    /// The engine refused the connection of a turn, so the turn's process has ended.
     RefusesConnections {
         /// [`Lease::engine_process`].
         process: u64,
@@ -147,12 +148,13 @@ pub(super) enum OwnerMessage {
         incarnation: String,
         result: CloseResult,
     },
-    /// Running turns may continue for `grace_period`.
+    /// The agent stops. Running turns may continue for `grace_period`.
     Drain {
         grace_period: Duration,
         ending: Ending,
         reply: oneshot::Sender<()>,
     },
+    /// The operator drains the agent, or ends that; the process stays.
     SetDrained {
         wanted: bool,
         reply: oneshot::Sender<DrainState>,
@@ -168,7 +170,7 @@ pub struct OpenedSession {
 #[derive(Debug)]
 pub struct RankPageAudit {
     pub pages: PageAudit,
-    /// The key is `None` for a session that isn't the agent's.
+    /// Most pages first. The key is `None` for a session that isn't the agent's.
     pub sessions: Vec<(Option<SessionKey>, SessionPages)>,
 }
 
@@ -182,7 +184,7 @@ pub struct AdmittedTurn {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TurnRun {
     pub run_mode: RunMode,
-    /// `None` if the turn doesn't run in a pinned session.
+    /// KV tokens reserved beyond the session's history. `None`: the turn runs in no pinned session.
     pub growth_tokens_max: Option<u64>,
 }
 
@@ -195,18 +197,20 @@ pub(super) struct TurnEnd {
     pub(super) outcome: Outcome,
 }
 
-/// Claims a session from before the turn's body is read, and room from admission. Both claims end
+/// Holds its session from before the turn's body is read, and room from admission on. Both end
 /// exactly once: in [`Lease::finish`], or by drop.
 #[derive(Debug)]
 pub struct Lease {
     pub rid: String,
-    /// Why the turn was claimed without the session at which its client hinted.
+    /// Why the turn goes without the session at which its client hinted. `None`: it has that
+    /// session, or named none.
     pub session_left_out: Option<session::Error>,
     /// `None` if the engine ignores priorities.
     pub priority_order: Option<PriorityOrder>,
+    /// `None` if unknown, as in the next field.
     pub vocabulary_size: Option<u32>,
     pub served_model: Option<Arc<str>>,
-    /// How many engine processes were known before the turn's.
+    /// The number of the engine process that the turn is for; the first that was known is 1.
     pub engine_process: u64,
     pub(super) agent: AgentHandle,
     pub(super) is_sent: bool,
@@ -268,8 +272,8 @@ pub struct AgentHandle {
 }
 
 impl AgentHandle {
-    /// With `is_hint`, a turn that the session can't take goes without it, unless a client opened
-    /// it.
+    /// With `is_hint`, a turn goes without a session that can't take it, unless a client opened
+    /// that session.
     pub async fn claim(
         &self,
         principal: String,
@@ -307,18 +311,19 @@ impl AgentHandle {
         .await?
     }
 
-    /// Returns whether the close waits for a running turn. With `only_if_idle`, a session with a
-    /// turn is not closed.
+    /// Returns whether the close waits for a running turn. With `only_if_idle`, a turn is an error.
     pub async fn close_session(&self, key: SessionKey, only_if_idle: bool) -> Result<bool, Error> {
         self.request(|reply| OwnerMessage::Close { key, only_if_idle, reply }).await?
     }
 
-    /// Returns when the radix tree has the session's KV, after seconds at most. The history stays.
+    /// Only for a pinned session between two turns. Returns when the radix tree has its KV, after
+    /// seconds at most. The history stays.
     pub async fn demote_session(&self, key: SessionKey) -> Result<(), Error> {
         self.request(|reply| OwnerMessage::Demote { key, reply }).await?
     }
 
-    /// The caller must call [`Self::end_control`] after its call, if this succeeds.
+    /// Asks before a control call to the engine. If this succeeds, the caller must report the
+    /// call's end by [`Self::end_control`].
     pub async fn begin_control(&self, effect: Effect) -> Result<(), Error> {
         self.request(|reply| OwnerMessage::BeginControl { effect, reply }).await?
     }
@@ -350,13 +355,14 @@ impl AgentHandle {
         let _ = self.mailbox.send(OwnerMessage::Engine(news)).await;
     }
 
-    /// A load report says it before this returns.
+    /// Routers place no new sessions on a drained agent, and a load report says so before this
+    /// returns. The answer says what is left.
     pub async fn set_drained(&self, wanted: bool) -> Result<DrainState, Error> {
         self.request(|reply| OwnerMessage::SetDrained { wanted, reply }).await
     }
 
-    /// Running turns may go on for `grace_period`. Returns when no turn runs, and no close is
-    /// pending or everything is handed over.
+    /// Refuses new requests. Running turns may go on for `grace_period`, then they are aborted.
+    /// Returns when no turn runs, and no close is pending or everything is handed over.
     pub async fn drain(&self, grace_period: Duration, ending: Ending) {
         let _ = self.request(|reply| OwnerMessage::Drain { grace_period, ending, reply }).await;
     }

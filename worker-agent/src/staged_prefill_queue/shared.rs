@@ -110,7 +110,7 @@ impl Drop for QueuePlace<'_> {
     }
 }
 
-/// Falls back to the assumed rate.
+/// The assumed rate if none was measured.
 #[must_use]
 pub fn prefill_tokens_per_s(rank: &RankLoad) -> u64 {
     rank.prefill_tokens_per_s.map_or(PREFILL_TOKENS_PER_S_ASSUMED, |figure| figure.value)

@@ -78,7 +78,7 @@ pub async fn show(
     }
 }
 
-/// Prints what each later call of `fetch` adds: a list that only grows.
+/// Prints a list that only grows: `fetch` returns it first, and later only what is new.
 pub async fn follow(
     args: &ListArgs,
     mut fetch: impl AsyncFnMut() -> Result<Listing, Error>,

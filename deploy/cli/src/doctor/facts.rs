@@ -11,16 +11,17 @@ use crate::api::{Fleet, Worker};
 pub struct Facts {
     pub routers: Vec<RouterFacts>,
     pub agents: Vec<AgentFacts>,
-    /// Only those of this host are known.
+    /// Routers and agents of Berth on this host, as far as this user may see them.
     pub processes: Vec<ProcessFacts>,
-    /// Files of this host that settings name.
+    /// Certificate files of this host that settings name.
     pub certificates: Vec<CertificateFacts>,
-    /// The load balancer before the routers keeps idle connections for so long, as the caller says.
+    /// How long the load balancer before the routers keeps idle connections, as the caller says.
     pub balancer_keep_alive_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reach {
+    /// The port that was meant.
     Port,
     /// Another port of Berth, or another server; the text says which.
     OtherPort(&'static str),
@@ -36,7 +37,7 @@ pub struct RouterFacts {
     pub url: String,
     pub reach: Reach,
     pub version: Option<String>,
-    /// Compared with this host's clock.
+    /// Negative: its clock is behind this host's.
     pub clock_ahead_ms: Option<i64>,
     pub fleet: Option<Fleet>,
     /// The effective settings, from the admin port.
@@ -53,9 +54,10 @@ pub struct AgentFacts {
     pub epoch: Option<u64>,
     /// Hash of the tokenizer's files; `Some(None)`: the agent has none.
     pub tokenizer: Option<Option<Vec<u8>>>,
+    /// SGLang versions on which the agent trims full histories. Empty: it doesn't trim.
     pub trims: Option<Vec<String>>,
     pub shim_functions_off: Vec<FunctionOff>,
-    /// Compared with this host's clock.
+    /// Negative: its clock is behind this host's.
     pub clock_ahead_ms: Option<i64>,
     /// The effective settings, from the admin port.
     pub settings: Option<Value>,
@@ -78,13 +80,13 @@ pub struct CertificateFacts {
 }
 
 impl Facts {
-    /// The first router that knows workers counts.
+    /// As the first router says that gave its workers.
     pub fn workers(&self) -> impl Iterator<Item = &Worker> {
         let fleet = self.routers.iter().find_map(|router| router.fleet.as_ref());
         fleet.into_iter().flat_map(|fleet| &fleet.workers)
     }
 
-    /// One worker of each agent stands for what all ranks of an engine share.
+    /// One worker of each agent, for what all ranks of an engine share.
     pub fn engines(&self) -> impl Iterator<Item = &Worker> {
         self.workers().filter(|worker| worker.dp_rank == 0)
     }

@@ -6,7 +6,7 @@
 //! - An id is a text in which `*` stands for any characters.
 //! - An address is a network (`10.0.0.0/8`, `fd00::/8`), an IP address, or a host name with `*`;
 //!   after a network of IPv4, an address or a name, `:port` allows that port alone. A name never
-//!   allows an IP address: `*` is any name, and `0.0.0.0/0` any address.
+//!   allows an IP address: `*` is any name, and `0.0.0.0/0` any of IPv4.
 
 use std::net::IpAddr;
 

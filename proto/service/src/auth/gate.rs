@@ -43,6 +43,7 @@ enum Need {
 }
 
 impl Gate {
+    /// `address` is the one that the port is bound to, not a client's.
     #[must_use]
     pub fn new(keys: Option<Reloaded<KeySet>>, metrics_auth: MetricsAuth, address: IpAddr) -> Self {
         Self { keys, metrics_auth, is_local: is_local(address) }
@@ -79,7 +80,7 @@ impl Gate {
         }
     }
 
-    /// Checks a request as [`Self::check`], and returns by what a long answer asks again.
+    /// Checks a request as [`Self::check`], and returns a pass, by which a long answer asks again.
     pub fn let_pass(
         &self,
         method: &Method,

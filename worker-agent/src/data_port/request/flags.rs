@@ -11,7 +11,8 @@ use proto::{
 };
 use service::refusal::{Code, Refusal};
 
-/// SGLang's processes speak to each other by these members of its API. No client may choose them.
+/// SGLang's processes speak to each other by these members of its own API; the other APIs don't
+/// have them. No client may choose them.
 const INTERNAL_KEYS: [&str; 5] =
     ["encoder_urls", "http_worker_ipc", "http_worker_ipcs", "kv_hints", "conversation_id"];
 

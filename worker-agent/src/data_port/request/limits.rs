@@ -3,10 +3,11 @@
 use proto::{body::Object, route::Kind};
 use serde_json::value::RawValue;
 
-/// The engine's default on `/v1/completions`.
+/// The engine's default on `/v1/completions`; the other routes here have none.
 const COMPLETIONS_ANSWER_TOKENS_MAX_DEFAULT: u64 = 16;
 
-/// `None` is as many as fit: no limit, or one that only the engine can read.
+/// For all routes but `/generate`. `None` is as many as fit: no limit, or one that only the engine
+/// can read.
 pub(super) fn read_answer_limit(kind: Kind, object: &Object<'_>) -> Option<u64> {
     let keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
     let given = keys.iter().filter_map(|key| object.get(key)).filter(|it| it.get() != "null");

@@ -51,7 +51,7 @@ pub(super) fn listening() -> Listening {
     Listening(tables.iter().flatten().flat_map(|text| parse_sockets(text)).collect())
 }
 
-/// `table` is a file of `/proc/net`.
+/// `table` is the text of `/proc/net/tcp` or `tcp6`. Sockets that don't listen are left out.
 fn parse_sockets(table: &str) -> impl Iterator<Item = (u16, Socket)> {
     table.lines().skip(1).filter_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().take(10).collect();
@@ -62,7 +62,7 @@ fn parse_sockets(table: &str) -> impl Iterator<Item = (u16, Socket)> {
     })
 }
 
-/// Ports at which the processes listen, if this user may see that, and those of their `--port`.
+/// Ports at which processes of SGLang listen, if this user may see that, and of their `--port`.
 pub(super) fn sglang_ports(listening: &Listening) -> BTreeSet<u16> {
     let mut ports = BTreeSet::new();
     let mut inodes = BTreeSet::new();
@@ -118,7 +118,7 @@ fn sockets_of(folder: &Path) -> BTreeSet<u64> {
     files.filter_map(inode).collect()
 }
 
-/// `None` if the process is unknown.
+/// `None` if nothing listens at the port. A process that this user may not see has no `pid`.
 pub(super) fn process_at(port: u16, listening: &Listening) -> Option<EngineProcess> {
     let socket = listening.0.get(&port)?;
     let folder = processes().find(|folder| sockets_of(folder).contains(&socket.inode));

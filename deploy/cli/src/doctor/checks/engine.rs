@@ -193,6 +193,7 @@ fn find_no_cache_report(facts: &Facts) -> Vec<Place> {
     .collect()
 }
 
+/// Workers whose resident blocks the router doesn't know, with the reason; empty: it gave none.
 fn unknown_kv(facts: &Facts) -> impl Iterator<Item = (&Worker, &str)> {
     let unknown =
         facts.engines().filter(|worker| worker.is_fresh() && worker.kv.state == "unknown");
