@@ -44,6 +44,8 @@ pub const TRUSTED: [HeaderName; 9] = [
 
 /// A turn's session, and what the client wants done with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+// So from the first release on, a new member is a header of its own: an agent of the version before
+// would refuse the turn.
 #[serde(deny_unknown_fields)]
 pub struct Claim {
     /// The router has authenticated it.

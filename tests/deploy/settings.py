@@ -192,9 +192,9 @@ def test_the_hook_before_the_end_speaks_the_agents_language(
     inside = lay_out(rendered, pod, "agent", certificate, tmp_path)
     agent = charts.container(pod["spec"], "agent")
     program, *flags = agent["lifecycle"]["preStop"]["exec"]["command"]
-    assert program == "berth-agent"
+    assert program == "berth"
     flags = [inside_flag(flag, inside) for flag in flags]
-    made = run(bin_dir / program, *flags, "--control-addr", "127.0.0.1:1")
+    made = run(bin_dir / program, *flags, "--agent", "http://127.0.0.1:1")
     # The flags are taken, and there is no agent to ask.
     assert "127.0.0.1:1" in made.stderr and "Usage" not in made.stderr, made.stderr
 

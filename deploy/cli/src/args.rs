@@ -51,7 +51,7 @@ pub struct TargetArgs {
     /// Name in the certificates, if it isn't the host of the URL
     #[arg(long, global = true, value_name = "NAME")]
     pub server_name: Option<String>,
-    /// File with the token that routers send to agents
+    /// File with a token of the fleet, by which routers and agents prove themselves
     #[arg(long, global = true, env = "BERTH_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
 }

@@ -5,7 +5,7 @@
 //! (CPU memory) or on both. The index doesn't check the order of reports.
 //!
 //! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain). A
-//!   [`proto::table`] finds the run of a block; its doc says why it is our own code.
+//!   [`proto::table`] finds the run of a block.
 //! - `slots`: the numbers that stand for workers in the tree. If a worker loses all its blocks, its
 //!   slot ends, and its next blocks get another slot. A sweep removes the blocks of ended slots
 //!   from the tree, a few runs at a time.
