@@ -315,7 +315,8 @@ fn collect_valid_rows(rows: &[PlannedRow], has_changed: &[bool], page_shift: u32
     valid_rows
 }
 
-/// Leaves out sessions of which a row changed. `is_pool_known`: with [`Report::pages_by_owner`].
+/// Leaves out sessions of which a row changed. `is_pool_known`: the report has
+/// [`Report::pages_by_owner`].
 fn session_entries(
     rows: &[PlannedRow],
     has_changed: &[bool],

@@ -24,7 +24,8 @@ pub struct CompleteCopy(());
 
 impl Scope {
     /// The engine sets `is_snapshot_complete` if its snapshot has every row that holds pages, and
-    /// rows, free lists and radix tree are from the same moment. `rows_changed` were left out.
+    /// rows, free lists and radix tree are from the same moment. `rows_changed` rows are left out:
+    /// they may have changed while they were copied.
     pub fn new(is_snapshot_complete: bool, rows_changed: usize) -> Self {
         match (is_snapshot_complete, rows_changed) {
             (false, _) => Self::Partial,

@@ -29,6 +29,7 @@ pub struct Report {
     pub pages: u32,
     /// The number of rows in the audit: those that didn't change while they were copied.
     pub rows: u32,
+    /// The number of rows that changed meanwhile, and are left out.
     pub rows_changed: u32,
     /// The number of distinct pages that the rows in the audit reference.
     pub held_pages: u64,
@@ -121,6 +122,7 @@ pub struct DigestCounts {
     pub compared: u64,
     /// Pages without an earlier digest, whose digest is now remembered.
     pub fresh: u64,
+    /// After this audit.
     pub remembered: u64,
 }
 
@@ -143,15 +145,16 @@ pub enum FaultKind {
     TreeTwice,
     /// An entry of a row is not a page of the pool. The finding has its index in the row's pages.
     BadRowEntry,
-    /// An entry of the free lists is outside the pool, or the padding page: the entry's value.
+    /// An entry of the free lists is outside the pool, or is the padding page. The finding has it.
     BadFreeEntry,
-    /// An entry of the radix tree is outside the pool, or in the padding page: the entry's value.
+    /// An entry of the radix tree is outside the pool, or in the padding page. The finding has it.
     BadTreeEntry,
     /// The contents changed, though the session's key stayed the same; see [`crate::digest`].
     SealedPageChanged,
 }
 
 impl FaultKind {
+    /// In ascending order.
     pub const ALL: [Self; 11] = [
         Self::Aliased,
         Self::Leaked,

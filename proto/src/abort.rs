@@ -2,8 +2,8 @@
 //!
 //! The agent gives the turn another id inside the engine, so that two clients may use the same
 //! name. For a list of prompts, the body may have a list of names; otherwise the engine names the
-//! prompts of `x` `x_0`, `x_1` and so on. The router posts an [`AbortRequest`] to all agents,
-//! because the turn may have come through another router.
+//! prompts of a turn `x`: `x_0`, `x_1` and so on. The router posts an [`AbortRequest`] to all
+//! agents, because the turn may have come through another router.
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -15,7 +15,7 @@ pub const PATH: &str = "/berth/abort";
 /// Names a turn whose body names none.
 pub const REQUEST_ID: http::HeaderName = http::HeaderName::from_static("x-request-id");
 
-/// Keeps a turn's names small.
+/// A turn with a longer list of names counts as one without a name.
 const NAMES_MAX: usize = 1024;
 /// A UUID has 36 bytes.
 pub const NAME_BYTES_MAX: usize = 256;
@@ -30,7 +30,7 @@ pub struct AbortRequest {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum TurnNames {
-    /// The turn has no name, or one that is too long.
+    /// The turn has no name, or one that is empty or too long.
     #[default]
     None,
     Turn(String),
@@ -41,7 +41,7 @@ pub enum TurnNames {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TurnPart {
     Whole,
-    /// The prompt's place in a list.
+    /// The prompt's place in a list, from 0.
     Prompt(usize),
 }
 

@@ -84,14 +84,14 @@ pub fn count_sequences(kind: Kind, object: &Object<'_>) -> u32 {
     prompts.saturating_mul(answers).max(1)
 }
 
-/// Returns 1 unless the array's first element begins so.
+/// Counts the elements of an array whose first element begins so; else 1.
 fn elements(value: Option<&RawValue>, is_begin: impl Fn(u8) -> bool) -> u32 {
     let list = value.filter(|value| first_byte_inside(value).is_some_and(is_begin));
     let elements = list.and_then(|list| serde_json::from_str::<Vec<IgnoredAny>>(list.get()).ok());
     elements.map_or(1, |elements| u32::try_from(elements.len()).unwrap_or(u32::MAX))
 }
 
-/// The most answers that an element of a list asks for count.
+/// Of a list, the element that asks for the most answers counts.
 fn sampled_answers(sampling: &RawValue) -> u32 {
     let of_one = |one: &RawValue| match Object::parse(one.get().as_bytes()) {
         Ok(object) => object.get("n").map_or(1, read_number),

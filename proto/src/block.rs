@@ -36,9 +36,9 @@ use crate::table::KEY_BITS;
 /// Every root has it. Raise it when the hash rule changes.
 const VERSION: u8 = 1;
 
-/// Engines with smaller pages have this size too. Long blocks keep lists short: a prompt of 128k
-/// tokens has 2,048 blocks. Short blocks lose less at a prompt's end, where half a block isn't
-/// counted on average: 32 tokens take about a millisecond of prefill.
+/// Engines with smaller pages have blocks of this size too. Long blocks keep lists short: a prompt
+/// of 128k tokens has 2,048 blocks. Short blocks lose less at a prompt's end, where half a block
+/// isn't counted on average: 32 tokens take about a millisecond of prefill.
 pub const BLOCK_TOKENS_MIN: u32 = 64;
 /// Engines have pages of 1 to 256 tokens.
 pub const BLOCK_TOKENS_MAX: u32 = 256;

@@ -159,13 +159,13 @@ impl<'a> Object<'a> {
         range
     }
 
-    /// Has the order in which they were written, and duplicates.
+    /// In the order in which they were written, duplicates included.
     #[must_use]
     pub fn members(&self) -> &[Member<'a>] {
         &self.members
     }
 
-    /// Leaves out `removed_keys`, and has a place for other members at its end.
+    /// Returns the body without `removed_keys`, and with a place for other members at its end.
     #[must_use]
     pub fn rewrite(&self, removed_keys: &[&str]) -> Vec<Part> {
         let mut parts = vec![Part::Kept(0..self.members_start)];
@@ -224,7 +224,7 @@ pub fn first_element(array: &RawValue) -> Option<Element<'_>> {
     Some(Element { value, with_comma, is_only })
 }
 
-/// Extends the last part instead, if the range begins where that part ends.
+/// Adds a part, or extends the last one if the range begins where it ends.
 fn push_kept(parts: &mut Vec<Part>, range: Range<usize>) {
     match parts.last_mut() {
         Some(Part::Kept(last)) if last.end == range.start => last.end = range.end,

@@ -39,6 +39,7 @@ pub struct Bootstrap {
 pub struct Malformed(#[source] Option<serde_json::Error>);
 
 impl Bootstrap {
+    /// `ranks` is the prefill engine's number of DP ranks. `random` may be any number.
     #[must_use]
     pub fn room_for(random: u64, rank: u32, ranks: u32) -> u64 {
         let ranks = u64::from(ranks.max(1));
@@ -64,7 +65,7 @@ impl Bootstrap {
         Ok(Some(bootstrap))
     }
 
-    /// The members have no braces.
+    /// JSON for the engine's body, without braces.
     #[must_use]
     pub fn members(&self) -> String {
         let host = serde_json::to_string(&self.host).expect("a string serialises");

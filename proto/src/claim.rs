@@ -27,9 +27,10 @@ pub const RESIDENT: HeaderName = HeaderName::from_static("x-berth-resident-token
 /// On an answer: the code of the agent's own refusal. Absent when the engine answered.
 pub const REFUSAL: HeaderName = HeaderName::from_static("x-berth-refusal");
 
-/// Refuses a request that doesn't come from a router.
+/// Code of the refusal of a request that doesn't come from a router.
 pub const NOT_A_ROUTER: &str = "not_a_router";
 
+/// Only a router may send these to an agent.
 pub const TRUSTED: [HeaderName; 9] = [
     CLAIM,
     TURN,

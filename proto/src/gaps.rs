@@ -11,13 +11,14 @@ use std::time::Duration;
 const SCALE_S: f64 = 10.0;
 const POWER: f64 = -0.75;
 
-/// Counts pauses that end with a turn.
+/// Share of the pauses that are longer than `pause`, of those that end with a turn.
 #[must_use]
 pub fn longer_share(pause: Duration) -> f64 {
     (1.0 + pause.as_secs_f64() / SCALE_S).powf(POWER)
 }
 
-/// Returns thousandths, for a session that has paused for `pause` already, and goes on at all.
+/// Chance, in thousandths, that a session which has paused for `pause` goes on within `time`, if it
+/// goes on at all.
 #[must_use]
 #[expect(
     clippy::cast_possible_truncation,

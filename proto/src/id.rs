@@ -56,7 +56,8 @@ impl SessionKey {
         &self.id
     }
 
-    /// Every process computes the same. Logs show it, because a client's id may be a secret.
+    /// Every process computes the same, because placement breaks ties by it. Logs show it, because
+    /// a client's id may be a secret.
     #[must_use]
     pub fn digest(&self) -> Digest {
         let mut bytes = Vec::with_capacity(self.principal.len() + self.id.len() + 1);

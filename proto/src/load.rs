@@ -83,14 +83,15 @@ pub struct Device {
     pub power_milliwatts: Option<u32>,
     /// Memory of the engine's processes.
     pub engine_bytes: Option<Figure>,
+    /// Size of the rank's pool on this device.
     pub kv_pool_bytes: Option<Figure>,
-    /// Includes cached KV.
+    /// The part of the pool that is not free, cached KV included.
     pub kv_used_bytes: Option<Figure>,
     /// KV of pinned sessions. Only closing or demoting them frees it.
     pub kv_pinned_bytes: Option<Figure>,
     /// KV that eviction can free.
     pub kv_reclaimable_bytes: Option<Figure>,
-    /// Absent if the device is healthy.
+    /// Why work on the device fails or can't be trusted; absent if the device is healthy.
     pub unhealthy: Option<String>,
     /// The time between NVML's readings and the sending of this message.
     pub age_ms: Option<u32>,
@@ -239,20 +240,23 @@ pub struct RankLoad {
     /// The most turns that may be inside the engine at once.
     pub turns_running_max: u32,
     pub requests_running: Option<Figure>,
+    /// In the engine's queue.
     pub requests_waiting: Option<Figure>,
     /// KV that eviction can't free.
     pub pool_used_tokens: Option<Figure>,
     pub pool_total_tokens: Option<Figure>,
-    /// Only closing or demoting the sessions frees it.
+    /// KV of pinned sessions. Only closing or demoting them frees it.
     pub pinned_tokens: Option<Figure>,
     /// An upper bound for tagged sessions.
     pub resident_tokens_estimate: Option<Figure>,
+    /// Request rows of pinned sessions.
     pub rows_held: Option<Figure>,
     pub rows_total: Option<Figure>,
     pub sessions: u32,
     pub devices: Vec<Device>,
     /// These turns wait in the agent until the engine has room.
     pub turns_queued: u32,
+    /// Free KV, without what eviction can free.
     pub pool_available_tokens: Option<Figure>,
     /// Cached KV that eviction can free.
     pub pool_evictable_tokens: Option<Figure>,
@@ -261,7 +265,7 @@ pub struct RankLoad {
     pub pages: Option<PageAudit>,
     /// Measured while the engine does nothing else.
     pub prefill_tokens_per_s: Option<Figure>,
-    /// Prompts of admitted turns, without tokens known to be cached.
+    /// What is not computed yet of admitted turns' prompts, without tokens known to be cached.
     pub prefill_backlog_tokens: Option<Figure>,
     /// Absent if the agent doesn't stage prompts.
     pub staged_prefill: Option<StagedPrefill>,

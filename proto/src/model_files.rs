@@ -6,8 +6,10 @@ use sha2::{Digest as _, Sha256};
 
 use crate::load::ModelFiles;
 
-/// Agents don't send more. The JSON of a tokenizer with 250,000 tokens has 35 MiB.
+/// Of all files together. Agents don't send more. The JSON of a tokenizer with 250,000 tokens has
+/// 35 MiB.
 pub const BYTES_MAX: u64 = 64 << 20;
+/// Of file data in one message.
 pub const PART_BYTES_MAX: usize = 256 << 10;
 
 /// The chat template that the engine uses, which the model may store in another file. Absent if the

@@ -1,8 +1,9 @@
 //! Placement claims: with them, routers agree on the worker of a new session. Pure.
 //!
 //! Two routers may get a session's first turns at the same moment. So a router first *claims* the
-//! worker that it has chosen, at a place that all routers ask. The first claim holds. It has a time
-//! to live, because it is needed only until an agent reports the session.
+//! worker that it has chosen, at a place that all routers ask: an agent, or the operator's store.
+//! The first claim holds. It has a time to live, because it is needed only until an agent reports
+//! the session.
 //!
 //! Only a router that knows a claim's newest *generation* can replace or renew it. So a router that
 //! was slow can't undo what others did.

@@ -1,8 +1,8 @@
 //! The headers by which a router and an agent prove to each other that they hold the same token.
 //!
-//! A router sends [`HELLO`] to [`PATH`], and the agent answers with [`AGENT`]. On the control port,
-//! the call `Prove` does the same. After that, each request and call of the router has [`REQUEST`].
-//! No token is ever sent. Each value is Base64.
+//! A router sends [`HELLO`] to [`PATH`] on the data port, and the agent answers with [`AGENT`]. On
+//! the control port, the call `Prove` does the same. After that, each request and call of the
+//! router has [`REQUEST`]. No token is ever sent. Each value is Base64.
 
 use http::HeaderName;
 

@@ -1,6 +1,7 @@
 //! The engine's routes that the agent and the router serve, with the properties of each.
 //!
-//! The engine's other routes can't be reached through an agent.
+//! Those of trainers and operators are in [`control`](crate::control). No other route of the engine
+//! can be reached through an agent.
 
 use http::Method;
 

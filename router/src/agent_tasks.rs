@@ -23,16 +23,17 @@ use crate::{
     turn::{liveness, shared::Shared},
 };
 
-/// Something may still refer to these slots. A turn may run for minutes, and no other agent waits
-/// for the slot unless a thousand slots are in use.
+/// How often slots are looked at to which something still refers. A turn may run for minutes, and
+/// no other agent waits for the slot unless a thousand slots are in use.
 const REFERENCES_CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// There are no changes of which the tasks are not told.
+/// Any long time will do: every change of members wakes the loop.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(3600);
 
 #[derive(Debug)]
 pub(crate) struct FollowSettings {
     /// The longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
+    /// Of each agent.
     pub(crate) sessions_max: usize,
     pub(crate) credentials: AgentCredentials,
 }

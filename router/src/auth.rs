@@ -32,7 +32,7 @@ pub struct Caller {
     pub announce: Arc<AnnounceRight>,
 }
 
-/// The text completes the refusal's message.
+/// Why the caller isn't known. The text completes the refusal's message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("the request has no key")]
@@ -55,7 +55,7 @@ pub struct Authenticator {
     tokens: Option<(TokenChecker, JwksStore)>,
     /// The caller of every request, if no credential is needed.
     anonymous: Option<Caller>,
-    /// Agents that know the router add the engine's key to its turns.
+    /// Whether the router proves itself to agents, which then add the engine's key to its turns.
     is_known_to_agents: bool,
 }
 

@@ -63,7 +63,7 @@ pub(crate) struct Wish {
     pub(crate) wanted: WorkerRef,
     /// The worker that the session leaves. A claim that names it is replaced.
     pub(crate) leaves: Option<WorkerRef>,
-    /// Belongs to the newest claim that this router knows.
+    /// The generation of the newest claim that this router knows.
     pub(crate) generation: Option<u64>,
 }
 
@@ -138,8 +138,8 @@ impl Claims {
         view.agents.iter().filter(|agent| agent.facts.is_some()).nth(1).is_some()
     }
 
-    /// Returns the worker that holds. Concurrent calls for one session share one claim, which goes
-    /// on even if its caller goes away.
+    /// Returns the worker of the claim that holds. Concurrent calls for one session share one
+    /// claim, which goes on even if its caller goes away.
     pub(crate) async fn settle(self: &Arc<Self>, wish: Wish) -> Settled {
         let started_at = now();
         let unclaimed = Settled {

@@ -1,7 +1,7 @@
 //! Berth's router: places turns on workers, sticky to their KV, and streams the answers.
 //!
 //! It stores nothing on disk, and nothing in memory that it can't relearn from the agents. It talks
-//! to agents only, never to an engine itself. Each module uses only those below it in this list:
+//! to agents only, never to an engine itself. Each module uses only those after it in this list:
 //!
 //! `http`, `agent_tasks`, [`turn`], `claims`, [`placement`], [`residency`], [`prompt`],
 //! `discovery`, [`fleet`]. Every module may use [`config`], `metrics`, [`auth`], and `shares`.

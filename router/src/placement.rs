@@ -78,6 +78,7 @@ pub enum Reason {
     /// The session was on another worker and can't stay there.
     Rebound,
     OnlyWorker,
+    /// All load reports are too old. The worker costs least by its last one.
     StaleView,
     Parent,
     /// Earlier turns with the same cache key went to this worker.
@@ -193,6 +194,7 @@ impl Placement {
         Some(Duration::from_millis(figures.wait_ms + prefill_ms))
     }
 
+    /// Counts on the worker until its answer begins.
     #[must_use]
     pub fn tokens_expected(&self) -> u64 {
         self.uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED)
@@ -205,9 +207,10 @@ enum Stay<'a> {
     No,
 }
 
-/// Saves tokenizing the prompt. `None` if [`place`] has to decide with it: if another worker could
-/// be faster by the required gain, even with the whole prompt resident here, or if the prompt may
-/// need staged prefill.
+/// Saves tokenizing the prompt. The turn stays on its session's worker if it must. It also stays if
+/// its session's last turn ended recently and no other worker would be faster by the required gain,
+/// even if it had the whole prompt. `None` if [`place`] has to decide with the prompt, also because
+/// that may need staged prefill.
 #[must_use]
 pub fn place_without_prompt(
     request: &PlacementRequest<'_>,
@@ -294,7 +297,7 @@ fn place_in_role(
     let compute =
         |stats: WorkerStats<'_>| cost::compute(request, view, stats, now).plus(partner_ms(stats));
     let (worker, reason) = match session_worker {
-        // A stale session's worker is no candidate.
+        // A stale worker is no candidate. The session's is compared all the same.
         Some(session_worker) => {
             let stay = compared.figures_of(session_worker.worker(), || compute(session_worker));
             let gain = Duration::from_millis(stay.cost_ms.saturating_sub(best_ms));

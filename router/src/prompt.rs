@@ -63,12 +63,12 @@ const PROMPT_KEYS: [&str; 27] = [
     "echo",
     "return_hidden_states",
 ];
-/// Add tokens to those of the text or the ids.
+/// Members that add tokens to those of the text or the ids.
 const MEDIA_KEYS: [&str; 4] = ["input_embeds", "image_data", "video_data", "audio_data"];
 /// Members whose results concern the prompt's own tokens. For them, the engine computes resident
 /// parts of the prompt again, or its results leave these parts out.
 const RECOMPUTED_KEYS: [&str; 3] = ["logprob_start_len", "echo", "return_hidden_states"];
-/// Change the engine's prompt in a way that [`model`] doesn't reproduce.
+/// Members that change the engine's prompt in a way that [`model`] doesn't reproduce.
 const UNSUPPORTED_KEYS: [&str; 4] = ["reasoning", "thinking", "continue_final_message", "suffix"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl PromptForm {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
-    /// Nulls are left out.
+    /// Byte ranges of the values of [`PROMPT_KEYS`]; nulls are left out.
     members: Vec<(&'static str, Range<usize>)>,
 }
 
@@ -186,7 +186,8 @@ impl Prompt {
 
     /// `None` if the body holds no full prompt or several prompts, or if the engine will refuse it.
     ///
-    /// # Panics If `body` is not the body in which the prompt was found.
+    /// # Panics
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn blocks(
         &self,
@@ -216,7 +217,8 @@ impl Prompt {
     /// find the computed KV: it has an adapter or an extra key, or the engine recomputes its
     /// prompt.
     ///
-    /// # Panics If `body` is not the body in which the prompt was found.
+    /// # Panics
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn token_ids(
         &self,
@@ -252,7 +254,8 @@ impl Prompt {
 
     /// Empty salts count as absent, as for the engine.
     ///
-    /// # Panics If `body` is not the body in which the prompt was found.
+    /// # Panics
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn cache_salt(&self, body: &[u8]) -> Option<String> {
         let text = std::str::from_utf8(body).expect("the body was read as JSON");
@@ -301,7 +304,8 @@ impl Prompt {
         MEDIA_KEYS.iter().chain(&UNSUPPORTED_KEYS).any(is_set)
     }
 
-    /// # Panics If `body` is not the body in which the prompt was found.
+    /// # Panics
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn is_text(&self, form: PromptForm, body: &[u8]) -> bool {
         let is_array = |key: &str| {

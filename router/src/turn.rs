@@ -268,7 +268,8 @@ async fn close_lost_session(shared: &Shared, intent: &SessionIntent) -> Result<(
     Ok(())
 }
 
-/// Sends a turn to its worker, or to a second one if that refuses it or can't be reached.
+/// Sends a turn to its worker. If that refuses it or can't be reached, sends it to a second one, if
+/// there is one. `unsent`: whether the client aborts the turn while no agent has it.
 async fn send(
     shared: &Shared,
     turn: &Turn,
@@ -316,7 +317,7 @@ async fn send(
     finish(shared, outbound, placed, recorder, capacity, close_guard, worker_answer)
 }
 
-/// `None` if there is no other worker, or if the body has given way.
+/// `None` if there is no other worker or the turn can't move, or if the body has given way.
 async fn place_again(
     shared: &Shared,
     turn: &Turn,

@@ -1,6 +1,6 @@
 //! Serves the control port: the gRPC service through which routers watch and control an agent.
 //!
-//! The service only translates: requests go to the owner task, block changes come from
+//! The service only translates: requests go to the owner task, and block changes come from
 //! [`crate::kv_events`]. Only the claims by which routers agree on a new session's worker are kept
 //! here, because they concern no session that the agent has, and must be answered within a
 //! millisecond. The service has its own thread and runtime, so large bodies and busy streams on the
@@ -56,7 +56,7 @@ const FILE_PART_WAIT_MAX: Duration = Duration::from_secs(20);
 const FILE_FETCHES_MAX: usize = 4;
 /// The largest request has a session's key; `Prove` is read from anybody.
 const REQUEST_BYTES_MAX: usize = 4 << 10;
-/// Pings and the time limit for their answers detect that a watcher's host has died.
+/// The interval of the pings that detect a watcher's dead host, and the time limit for an answer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone)]
@@ -64,6 +64,7 @@ struct ControlService {
     agent: AgentHandle,
     kv_events: KvHandle,
     epoch: u64,
+    /// The model's tokenizer files; `None` until they are found.
     found_files: watch::Receiver<Option<Arc<model_files::FoundFiles>>>,
     file_places: Places,
     load_places: Places,

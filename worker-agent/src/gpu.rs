@@ -60,7 +60,8 @@ pub struct Settings {
     pub library: Option<PathBuf>,
     /// NVML's performance counters are called GPM.
     pub reads_gpm: bool,
-    /// Only a reload finds a device that appears later.
+    /// Between two reloads of NVML while a device is missing: only a reload finds a device that
+    /// appears later.
     pub reload_interval: Duration,
 }
 
@@ -170,7 +171,8 @@ impl GpuThread {
         }
     }
 
-    /// Ends also when NVML must be reloaded. `known_devices` were listed before that.
+    /// Reads until all handles are dropped or NVML must be reloaded, and returns the present
+    /// devices. `known_devices` were listed before the last reload.
     fn read_until_reload(&mut self, nvml: &Nvml, known_devices: &[Identity]) -> Vec<Identity> {
         let mut devices = nvml::list_devices(nvml, known_devices, self.settings.reads_gpm);
         let identities: Vec<Identity> =

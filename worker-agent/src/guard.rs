@@ -40,7 +40,8 @@ pub enum Guard {
     LostEndSuspect,
     /// Nothing is appended after an answer that its client did not receive.
     UnheardSuspect,
-    /// Nothing is appended after a turn that the engine put back, until the history is verified.
+    /// Nothing is appended after a retracted turn (the engine put it back into its queue) until the
+    /// history is verified.
     RetractionSuspect,
     /// A doubt, or a demotion, is settled only by the shim's answer to the request about it.
     AnswerMatched,
@@ -98,7 +99,8 @@ pub enum Guard {
     IdleCapped,
     /// No turn of a pinned session continues KV that the engine computed with older weights.
     WeightsFence,
-    /// No delta continues KV of another identity, no turn KV of an adapter that was reloaded since.
+    /// No delta continues KV of another adapter, cache salt or extra key, and no turn KV of an
+    /// adapter that was loaded or unloaded since.
     KvIdentity,
 }
 

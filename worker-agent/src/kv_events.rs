@@ -1,7 +1,8 @@
 //! Tells routers which parts of prompts the engine's KV cache holds, for their choice of a worker.
 //!
 //! An engine counts its cache in *pages*, routers count prompts in *blocks* of one page or more. A
-//! *watcher* is a router that receives all changes of resident blocks, a *snapshot* lists them all.
+//! *watcher* is a router that receives all changes of the resident blocks, which the cache holds. A
+//! *snapshot* lists all resident blocks.
 //!
 //! All of this runs on a thread of its own, so that a large snapshot delays neither requests nor
 //! load reports. The agent only listens to the engine, with one exception: after lost events, it
@@ -59,6 +60,7 @@ pub struct KvSetup {
     /// A router tells this process's sequence numbers by it from an earlier process's.
     pub epoch: u64,
     pub shim: ShimHandle,
+    /// The shortest time between two requests for one rank's radix tree.
     pub republish_interval: Duration,
     pub metrics: Metrics,
 }
@@ -152,6 +154,7 @@ async fn serve(
     }
 }
 
+/// The result is in rank order.
 fn start_ranks(info: &PublisherInfo, shared: &Arc<Shared>, tasks: &Tasks) -> Vec<SnapshotRequests> {
     if let Err(why) = &info.publishers {
         tracing::info!(why, "no KV events; resident blocks are not published");

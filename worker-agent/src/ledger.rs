@@ -30,12 +30,14 @@ use crate::{
 
 pub mod prefill;
 
-/// Queues get their size from it, because they are created before the agent has reached the engine.
+/// The most ranks of one engine. Queues get their size from it, because they are created before
+/// the agent has reached the engine.
 const RANKS_MAX: u32 = 256;
 
-/// An engine that hangs after it got a long prompt is noticed after this time.
+/// The longest that a scheduler may be in one step. An engine that hangs after it got a long prompt
+/// is noticed after this time.
 const STEP_TIME_MAX: Duration = Duration::from_secs(120);
-/// Slow engines, on a CPU, are as fast.
+/// The prefill rate before it was measured. Slow engines, on a CPU, are as fast.
 const UNMEASURED_TOKENS_PER_S: u64 = 500;
 
 #[derive(Debug, Clone, Copy)]
@@ -64,12 +66,14 @@ pub struct Ledger {
     engine: Option<EngineInfo>,
     sample: Option<LoadSample>,
     prefill_rates: Vec<PrefillRate>,
+    /// By rank, while its shim is connected.
     shims: HashMap<u32, ShimFigures>,
 }
 
 #[derive(Debug, Default)]
 struct ShimFigures {
-    /// `None` if the shim can't tell. It reads the size from the pool's buffers.
+    /// The bytes of a page on each of the rank's devices, which the shim reads from the pool's
+    /// buffers. `None` if the shim can't tell.
     page_bytes: Option<u64>,
     facts: Option<RankFacts>,
 }
@@ -274,7 +278,8 @@ impl Ledger {
         Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
     }
 
-    /// The estimate is of the prompts that waited at `began_at` or came since.
+    /// Estimates how long a step that began at `began_at` may take, from the prompts that waited
+    /// then or came since.
     #[must_use]
     pub fn step_time(&self, dp_rank: u32, began_at: Instant, table: &Table) -> Duration {
         let sample = self.rank_sample(dp_rank).map(|(rank, _)| rank);
@@ -290,7 +295,7 @@ impl Ledger {
         Duration::from_millis(step_ms).min(STEP_TIME_MAX)
     }
 
-    /// Turns admitted since the load sample are included.
+    /// The prompt tokens that wait to be computed, also of turns admitted since the load sample.
     fn prefill_backlog(&self, now: Instant, table: &Table, dp_rank: u32) -> Option<Figure> {
         let (rank, at) = self.rank_sample(dp_rank)?;
         let unsampled_tokens = table.unsampled_prompt_tokens(dp_rank, at);

@@ -280,8 +280,8 @@ impl Owner {
         }
     }
 
-    /// `is_hint`: the client only hinted at the session, so a turn that the session can't take runs
-    /// without it.
+    /// `claim` is `None` for a turn without a session. `is_hint`: the client only hinted at the
+    /// session, so a turn that the session can't take runs without it.
     fn claim(
         &mut self,
         principal: &str,

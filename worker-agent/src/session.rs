@@ -35,18 +35,21 @@ pub use self::{
 use self::{journal::Record, state::EngineHistory};
 use crate::guard::{Guard, Guards};
 
-/// Most answers of coding agents are shorter. A longer one grows into the part of the pool that the
-/// pin budget leaves free, and is counted when the turn has ended.
+/// The least that is reserved for an answer in a session that the agent pinned on its own, unless
+/// the answer's limit is lower. Most answers of coding agents are shorter. A longer one grows into
+/// the part of the pool that the pin budget leaves free, and is counted when the turn has ended.
 pub const ANSWER_TOKENS_MIN: u64 = 2048;
 
-/// The shim does about this many in one step of an idle engine, and keeps thousands in its queue.
+/// The most that are with one rank's shim at a time. A shim does about this many in one step of an
+/// idle engine, and keeps thousands in its queue.
 pub const SHIM_REQUESTS_MAX: usize = 256;
 
 #[derive(Debug, Clone, Copy)]
 pub struct RankCapacity {
     pub rows: u32,
-    /// Rows that pinned sessions leave free. With none, the engine could run nothing more, ever.
+    /// Rows that pinned sessions leave free. With no row free, the engine could never run anything.
     pub rows_reserve: u32,
+    /// The most rows that pinned sessions may hold. The others are for plain turns.
     pub pin_rows_max: u32,
     pub pool_tokens: u64,
     /// The pin budget: the most tokens that all pinned sessions may hold together.
@@ -59,6 +62,7 @@ pub struct EngineCapacity {
     pub ranks: Vec<RankCapacity>,
     /// At least 1.
     pub page_tokens: u64,
+    /// The most tokens that a prompt and its answer may have together.
     pub context_tokens: u64,
     /// Best first.
     pub retentions: Vec<Retention>,
@@ -80,7 +84,8 @@ pub struct TableSettings {
     pub queue_wait_max: Duration,
     /// A turn's end or a close that is unconfirmed for this long is stuck: restart the engine.
     pub stuck_after: Duration,
-    /// For sessions without a requested retention that come back soon, if the shim trims.
+    /// Whether the agent pins sessions whose clients asked for no retention. It pins those that
+    /// come back soon, where the shim trims full histories.
     pub auto_pin: bool,
     /// Of sessions that the agent pinned on its own; see [`ANSWER_TOKENS_MIN`].
     pub answer_tokens_min: u64,
@@ -133,6 +138,7 @@ pub enum Effect {
     /// [`Table::handle_inspection`] must follow.
     Inspect {
         dp_rank: u32,
+        /// The answer repeats it.
         number: u64,
         incarnation: String,
         rid: Option<String>,
@@ -173,6 +179,7 @@ pub enum Effect {
     SessionEvent(SessionKey, SessionEvent),
 }
 
+/// A change that no turn, open or close of the session's client asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SessionEvent {
     Expired,
@@ -220,7 +227,8 @@ pub struct CloseRequest {
     pub incarnation: String,
     /// A turn that may still be inside the engine; the owner aborts it first.
     pub rid: Option<String>,
-    /// Whether the incarnation may hold a row and KV. Any other is a tag.
+    /// Whether the incarnation may hold a row and KV. Any other is a tag, which is closed when the
+    /// engine has answered.
     pub is_pinned: bool,
     /// Whether an earlier close was not confirmed.
     pub is_repeat: bool,

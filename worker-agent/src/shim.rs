@@ -29,7 +29,7 @@ use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
 pub struct Hello {
     /// The pid of the engine's scheduler process, in its own pid namespace.
     pub pid: u32,
-    /// The kernel reports it. `None` if the process isn't visible in the agent's namespace.
+    /// The same process, as the kernel reports it; `None` if the agent's namespace lacks it.
     #[serde(skip)]
     pub pid_in_agent_namespace: Option<u32>,
     /// 0 without data parallelism.
@@ -67,7 +67,8 @@ pub struct PinSafety {
     /// Turns of pinned sessions that reach the engine's storage end the engine. `None` if the shim
     /// keeps them from it, also while it is inert or not connected.
     pub unguarded_reason: Option<String>,
-    /// Empty if the engine has none; `None` if the shim can't tell.
+    /// What the engine keeps in a pool beside that of all tokens' KV. Empty if it has no such pool;
+    /// `None` if the shim can't tell.
     pub second_pool: Option<String>,
 }
 
@@ -80,8 +81,8 @@ pub struct AuditReply {
     pub spent: Duration,
     /// If set, `names` and `report` are empty.
     pub refusal: Option<String>,
-    /// A session's index is its number in the report. Other numbers are requests without a session,
-    /// and sessions that aren't listed.
+    /// Incarnations' ids. The report names a session by its index here; its other numbers are
+    /// requests without a session, and sessions that aren't listed.
     #[serde(deserialize_with = "codec::decode_list::<{ codec::AUDIT_NAMES_MAX }, _, _>")]
     pub names: Vec<String>,
     /// `kernels` encodes it.
@@ -122,9 +123,11 @@ pub struct RankFacts {
     pub events_lost: u64,
     /// Each recount means that a hook of the shim missed a change.
     pub recounts: u64,
+    /// How often the shim has read the engine's state since its start.
     pub samples: u64,
-    /// The time on the scheduler's thread.
+    /// The time of all samples on the scheduler's thread.
     pub samples_ns: u64,
+    /// Counted since the engine's start.
     #[serde(deserialize_with = "count::read")]
     pub weight_changes: u64,
     /// True if there is KV from before the last change of weights.
@@ -159,7 +162,8 @@ pub struct SessionFacts {
     pub committed_tokens: u32,
     /// Valid tokens in the radix tree, locked by the session.
     pub protected_tokens: u32,
-    /// These precede the next turn's prompt, and end with the latest turn that became part of them.
+    /// The engine puts the history before the next turn's prompt. It ends with the latest turn that
+    /// became part of it.
     pub history_tokens: u32,
 }
 
@@ -203,7 +207,7 @@ pub enum ShimEvent {
         rid: String,
         /// This turn included.
         history_tokens: u32,
-        /// The turn is back in the queue, and continues from what is committed.
+        /// If true, the turn is back in the queue, and continues from what is committed.
         is_retracted: bool,
     },
     /// The turn is not part of its session's history.
@@ -272,22 +276,25 @@ pub struct ShimHandle {
 impl ShimHandle {
     /// An idle session's KV moves into the radix tree: its row is free, its KV evictable, and its
     /// history stays. [`ShimEvent::Demoted`] with the same number answers, or [`ShimEvent::Down`].
+    /// Waits for room in the queue of commands.
     pub async fn demote(&self, dp_rank: u32, number: u64, session: String) -> Result<(), Error> {
         self.connections.queue_command(dp_rank, &ShimCommand::Demote { number, session }).await
     }
 
-    /// The facts are those once the engine has handled all requests that it got before.
-    /// [`ShimEvent::Inspected`] with the same number answers, or [`ShimEvent::Down`].
+    /// Asks for the facts as they are once the engine has handled all requests that it got before.
+    /// [`ShimEvent::Inspected`] with the same number answers, or [`ShimEvent::Down`]. Waits as
+    /// [`Self::demote`] does.
     pub async fn inspect(&self, dp_rank: u32, number: u64, session: String) -> Result<(), Error> {
         self.connections.queue_command(dp_rank, &ShimCommand::Inspect { number, session }).await
     }
 
-    /// Fails if the command queue is full.
+    /// Requests the facts and the full table of sessions. Fails if the command queue is full.
     pub fn sample_now(&self, dp_rank: u32) -> Result<(), Error> {
         self.connections.send_command(dp_rank, &ShimCommand::SampleNow)
     }
 
-    /// [`ShimEvent::Audited`] with the same number answers, or [`ShimEvent::Down`].
+    /// [`ShimEvent::Audited`] with the same number answers, or [`ShimEvent::Down`]. Fails if the
+    /// command queue is full.
     pub fn audit(&self, dp_rank: u32, number: u64) -> Result<(), Error> {
         self.connections.send_command(dp_rank, &ShimCommand::Audit { number })
     }
@@ -303,7 +310,7 @@ impl ShimHandle {
         self.connections.send_command(dp_rank, &ShimCommand::Republish)
     }
 
-    /// Returns `false` if the listener has ended.
+    /// Waits until a shim connects or disconnects. Returns `false` if the listener has ended.
     pub async fn changed(&mut self) -> bool {
         self.connections.changed().await
     }

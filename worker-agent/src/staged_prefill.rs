@@ -42,8 +42,9 @@ use crate::{
 
 /// One token and its metadata.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// Without this limit, a prompt without room would block prompts that have room. After it, the
-/// router sends the turn without further stages.
+/// Of a stage, with its waits for room and in the engine's queue. Without this limit, a prompt
+/// without room would block prompts that have room. After it, the router sends the turn without
+/// further stages.
 const STAGE_TIME_MAX: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone)]
@@ -194,7 +195,7 @@ impl StagedPrefillRunner {
     ) -> Result<(), Refusal> {
         let mut is_first_stage = true;
         loop {
-            // Meanwhile the prefill rate may have changed, or the engine may have ended.
+            // While other prompts were computed, the rate may have changed or the engine ended.
             let StageSize { tokens_per_s, .. } = self.stage_size(prompt.dp_rank)?;
             self.queues.set_prefill_rate(prompt.dp_rank, tokens_per_s);
             let choose_stage = || {

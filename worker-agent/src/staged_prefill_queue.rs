@@ -11,7 +11,7 @@ use std::time::Duration;
 
 pub use self::shared::{QueuePlace, StagedPrefillQueues, prefill_tokens_per_s};
 
-/// A router's request is open for each prompt.
+/// Per rank. A router's request is open for each prompt.
 pub const PROMPTS_MAX: usize = 256;
 
 /// A prompt that entered earlier has a smaller ticket.

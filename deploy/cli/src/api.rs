@@ -1,7 +1,7 @@
 //! The router's answers, as far as `berth` reads them. Pure.
 //!
 //! Members that a router leaves out are unknown, and unknown members are ignored: the versions of
-//! router and `berth` may differ a little.
+//! router and `berth` may differ a little. The router's `/openapi.json` describes all.
 
 use proto::load::RetentionOff;
 use serde::Deserialize;
@@ -22,7 +22,9 @@ pub struct Worker {
     pub worker: String,
     pub agent: String,
     pub dp_rank: u32,
+    /// URL of the agent's control port.
     pub control: String,
+    /// `host:port` of the agent's data port.
     pub data: String,
     /// `fresh`, `stale`, `lost`, `unhealthy`, `held`, `draining` or `disaggregated`.
     pub state: String,
@@ -124,7 +126,7 @@ pub struct Device {
     /// UUID from NVML, or the engine's name of its device.
     pub uuid: String,
     pub name: String,
-    /// Absent without NVML.
+    /// Index in the agent's NVML; absent without it.
     pub index: Option<u32>,
     pub parent_uuid: Option<String>,
     pub memory_total_bytes: Option<u64>,
@@ -133,10 +135,12 @@ pub struct Device {
     pub utilization_percent: Option<u32>,
     pub temperature_celsius: Option<u32>,
     pub power_milliwatts: Option<u32>,
+    /// Memory of the engine's processes.
     pub engine_bytes: Option<Figure>,
     pub kv_pool_bytes: Option<Figure>,
     /// The part of the KV pool on this device that is not free.
     pub kv_physical_usage: Option<Ratio>,
+    /// Why work on the device fails.
     pub unhealthy: Option<String>,
     /// The time since NVML was read.
     pub age_ms: Option<u64>,
@@ -195,8 +199,10 @@ pub struct Session {
     pub principal: String,
     /// It holds the session's KV.
     pub worker: String,
+    /// `pinned`, `tagged` or `none`.
     pub retention: String,
     pub state: String,
+    /// Finished turns.
     pub turns: u64,
     pub turns_running: u32,
     pub resident_tokens: Option<u64>,
@@ -204,6 +210,7 @@ pub struct Session {
     pub idle_ms_at_report: u64,
     /// The time since the last turn, where the router knows.
     pub idle_ms: Option<u64>,
+    /// Digest of the session that started this one.
     pub parent: Option<String>,
     pub whole_history: bool,
 }
@@ -221,6 +228,7 @@ pub struct PlacementPage {
 #[serde(default)]
 pub struct Placement {
     pub turn: String,
+    /// Digest.
     pub session: Option<String>,
     pub worker: String,
     pub reason: String,
@@ -243,6 +251,7 @@ pub struct TurnPage {
 #[serde(default)]
 pub struct Turn {
     pub turn: String,
+    /// Digest.
     pub session: Option<String>,
     pub worker: Option<String>,
     pub reason: Option<String>,
@@ -280,7 +289,7 @@ impl PoolParts {
 }
 
 impl Session {
-    /// Returns the time at the last report, if an agent listed the session.
+    /// The time since the last turn: now, or at the last report if an agent listed the session.
     #[must_use]
     pub fn idle_ms(&self) -> u64 {
         self.idle_ms.unwrap_or(self.idle_ms_at_report)

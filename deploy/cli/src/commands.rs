@@ -22,6 +22,7 @@ use crate::{
     error::Error,
 };
 
+/// How a command ended that had a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Well,

@@ -15,7 +15,7 @@ use std::ops::Range;
 pub(super) struct CopyLayout {
     /// The live rows. In the copy, the page references of one row follow those of the row before.
     pub rows: Vec<LiveRow>,
-    /// The page references to digest, counted through all rows.
+    /// The page references to digest, numbered from 0 through all rows.
     pub window: Range<u32>,
 }
 
@@ -161,7 +161,8 @@ impl Counts {
         Some(PagesByOwner { free, private, cached, cached_in_use, leaked, corrupt })
     }
 
-    /// Without the whole pool (`is_pool_known`), [`Session::freed_by_close`] isn't exact: absent.
+    /// Without the whole pool, [`Session::freed_by_close`] isn't exact: absent unless
+    /// `is_pool_known`.
     pub(super) fn session_entry(&self, number: u32, is_pool_known: bool) -> Session {
         let pages = self.sessions.get(number as usize).copied().unwrap_or_default();
         let SessionPages { refs, exclusive_pages, share_q32, runs, tail_tokens, freed_by_close } =

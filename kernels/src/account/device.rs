@@ -35,6 +35,7 @@ pub(super) struct DeviceBackend {
     /// All rows of the snapshot while the copy is made, and then only the valid rows.
     rows: LiveRows,
     unprotected: LiveRows,
+    /// The page references of all rows of the snapshot, also of those that changed.
     page_list: GrowableBuffer<u32>,
     /// A counter that `kv_gather_pages` needs. The audit doesn't read it.
     bad_slots: DeviceBuffer<u64>,

@@ -29,7 +29,7 @@ pub enum MissingReason {
     Refused(String),
 }
 
-/// Only the first call looks for the driver; later calls return the same answer.
+/// `None` if CUDA can be used. Only the first call looks; later ones return the same answer.
 pub fn missing() -> Option<MissingReason> {
     static ANSWER: OnceLock<Option<MissingReason>> = OnceLock::new();
     ANSWER.get_or_init(|| probe().err()).clone()

@@ -69,12 +69,14 @@ impl LaunchShape {
         u32::try_from(blocks).unwrap_or(u32::MAX).min(self.blocks_max)
     }
 
-    /// A thread for each 16 bytes of a page: a power of two, or the whole block.
+    /// How many threads of `kv_digest_pages` read one buffer: one for each 16 bytes of a page, as a
+    /// power of two, or the whole block.
     pub(super) fn digest_team(self, page_bytes_max: u64) -> u32 {
         let loads = u32::try_from(page_bytes_max / 16).unwrap_or(self.threads).max(1);
         loads.checked_next_power_of_two().map_or(self.threads, |team| team.min(self.threads))
     }
 
+    /// All rows get as many blocks as the longest row needs.
     pub(super) fn blocks_per_row(self, refs_per_row_max: u32) -> u32 {
         let refs_per_block = self.threads.saturating_mul(self.refs_per_thread);
         refs_per_row_max.div_ceil(refs_per_block).clamp(1, self.blocks_max)

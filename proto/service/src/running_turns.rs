@@ -117,6 +117,7 @@ impl<T> Entry<T> {
 }
 
 impl<T> RunningTurn<T> {
+    /// Waits until the turn is aborted as a whole. An abort of a part never counts here.
     pub async fn aborted(&self) {
         self.aborted.cancelled().await;
     }

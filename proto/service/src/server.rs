@@ -81,6 +81,7 @@ const WRITE_STALL_TIME_MAX: Duration = Duration::from_secs(60);
 /// Pause after a failed accept, for example when file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const LISTEN_BACKLOG: i32 = 1024;
+/// For the rest of an evicted connection's last answer.
 const EVICTED_TIME_MAX: Duration = Duration::from_secs(1);
 /// How often to look whether a running request's client has gone although bytes of a next one wait.
 const CLIENT_LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -171,6 +172,7 @@ fn is_client_gone(stream: &ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>) -> 
     poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(is_gone)
 }
 
+/// Why the server stops serving a connection before the connection's own end.
 enum Interruption {
     Stop,
     Evicted,
@@ -256,6 +258,7 @@ fn report_end(limits: &PortLimits, ended: Result<(), ConnectionEnd>) {
     }
 }
 
+/// Why a connection ended before its client closed it.
 enum ConnectionEnd {
     Http(hyper::Error),
     SlowReader,

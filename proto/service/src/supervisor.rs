@@ -12,6 +12,7 @@ use sd_notify::NotifyState;
 
 use crate::clock::now;
 
+/// To call once the ports are open and the tasks run.
 pub fn tell_ready() {
     tell(&NotifyState::Ready);
 }

@@ -37,6 +37,7 @@ mod rpc {
     tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
 }
 
+/// What the exporting thread may take to end after its last export.
 const END_TIME_MAX: Duration = Duration::from_secs(1);
 
 #[derive(Debug, thiserror::Error)]

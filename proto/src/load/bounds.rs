@@ -36,8 +36,8 @@ pub(super) fn check_length(
     if length > length_max { Err(impossible(field, length as u64)) } else { Ok(()) }
 }
 
-/// Ranks must be numbered 0, 1, 2 and so on: code that reads a report uses a rank's number as its
-/// index.
+/// There must be a rank, and ranks must be numbered 0, 1, 2 and so on: code that reads a report
+/// uses a rank's number as its index.
 pub(super) fn check_rank_order(ranks: impl Iterator<Item = u32>) -> Result<(), Error> {
     let mut count = 0_u32;
     for rank in ranks {

@@ -49,7 +49,7 @@ pub struct PageClasses {
     pub cached: u64,
     /// Pages of the radix tree that a turn or session holds.
     pub cached_in_use: u64,
-    /// A sound engine has none.
+    /// Pages without an owner. A sound engine has none.
     pub leaked: u64,
     /// Pages in the free list with another owner too. A sound engine has none.
     pub corrupt: u64,

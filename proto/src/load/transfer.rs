@@ -23,7 +23,7 @@ pub struct KvTransfer {
     /// Decode engines reach the bootstrap server there. `None`: the host at which the router
     /// reaches the agent.
     pub bootstrap_host: Option<String>,
-    /// Only a prefill engine has a bootstrap server.
+    /// Of the bootstrap server, which only a prefill engine has.
     pub bootstrap_port: u16,
     /// Such as `mooncake`.
     pub backend: String,

@@ -1,8 +1,9 @@
 //! Chooses which agents hold the claim of a session. Pure.
 //!
 //! Every router must ask the same agent about one session, without asking other routers. So
-//! *rendezvous hashing* orders the agents, however a router numbers them. If an agent leaves, only
-//! its own sessions get another *arbiter*: the next heaviest.
+//! *rendezvous hashing* gives each live agent a weight for the session, however a router numbers
+//! the agents. The heaviest is the session's *arbiter*. If an agent leaves, only its own sessions
+//! get another one: the next heaviest.
 
 use proto::placement_claim::ClaimKey;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -12,7 +13,7 @@ use crate::fleet::{membership::Phase, snapshot::Snapshot};
 /// Two have to answer, and two more hardly fail at once.
 pub(super) const ARBITERS_MAX: usize = 4;
 
-/// The best is first.
+/// Returns indexes of agents, best first.
 pub(super) fn arbiters(key: ClaimKey, view: &Snapshot) -> Vec<usize> {
     let live = view.agents.iter().enumerate().filter(|(_, agent)| {
         // An agent that drains or leaves will be gone soon, and its claims with it.

@@ -20,7 +20,9 @@ pub(super) struct Breaker {
 /// An operator wants to hear of these changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Change {
+    /// The store is no longer asked.
     Opened,
+    /// The store answers again.
     Closed,
 }
 

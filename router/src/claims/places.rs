@@ -2,7 +2,7 @@
 //!
 //! How long a place may take depends on its last answer. A place that answered is waited for
 //! patiently: where it is only busy, going on to the next place would let two routers ask different
-//! ones.
+//! ones. A place that did not answer gets a short time, until it answers again.
 
 use std::{fmt, sync::Arc, time::Duration};
 

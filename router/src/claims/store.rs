@@ -43,7 +43,8 @@ impl Error {
 #[async_trait]
 pub(crate) trait ClaimStore: fmt::Debug + Send + Sync {
     /// Makes, renews or replaces a claim, or returns the one that holds: one atomic step, with the
-    /// meaning of [`ClaimTable::claim`]. At an error, it may have recorded the claim all the same.
+    /// meaning of [`ClaimTable::claim`]. Answers within `time_max`. At an error, the store may have
+    /// recorded the claim all the same.
     async fn claim(
         &self,
         request: ClaimRequest,

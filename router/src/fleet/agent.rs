@@ -172,6 +172,7 @@ impl Agent {
         }
     }
 
+    /// Call this after each change, at `now`.
     pub(super) fn note_usability(&mut self, now: Instant) {
         let is_known = self.link != Link::Dialing;
         let is_unusable = is_known && !self.state_ignoring_silence().is_usable();

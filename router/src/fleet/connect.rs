@@ -65,6 +65,7 @@ impl LoadWatcher {
         }
     }
 
+    /// Returns why the stream ended.
     async fn follow_once(&self, checker: &mut LoadStreamChecker) -> String {
         // The endpoint's own time limit doesn't include name resolution and the HTTP/2 handshake.
         let open_stream = async {
@@ -134,6 +135,7 @@ impl LoadWatcher {
         }
     }
 
+    /// Fails if the view task has ended.
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
         self.updates.send((self.agent_index, update, now)).await.map_err(drop)

@@ -31,7 +31,7 @@ const CALL_TIME_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub(crate) struct ControlClient {
     dialer: AgentDialer,
-    /// Empty until it is made.
+    /// The connection that calls use; empty until it is made.
     current: Arc<ArcSwap<OnceCell<AgentClient>>>,
 }
 
@@ -166,7 +166,7 @@ impl ControlClient {
         self.call(close).await
     }
 
-    /// The caller has a deadline.
+    /// Has no time limit: the caller has a deadline.
     pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Status> {
         let request = v1::ClaimPlacementRequest::from(request);
         let claim = |mut client: AgentClient| {

@@ -50,6 +50,7 @@ pub struct Conversations {
     /// Of conversations that had one turn, and that had more.
     returns: [ReturnEstimator; 2],
     begun: u64,
+    /// Those of `begun` that a prompt has continued.
     continued: u64,
     last_id: ConversationId,
     last_use: u64,
@@ -66,6 +67,7 @@ struct WorkerConversations {
 
 #[derive(Debug, Clone)]
 struct Conversation {
+    /// Ran the last turn.
     worker: WorkerRef,
     /// Hash of the last block of the last prompt.
     end: BlockHash,
@@ -251,6 +253,7 @@ impl Conversations {
         }
     }
 
+    /// For a turn that no worker has answered.
     pub fn discard(&mut self, id: ConversationId) {
         self.remove(id);
     }

@@ -55,6 +55,7 @@ impl LoadStreamChecker {
         matches!(self.phase, Phase::Live { .. })
     }
 
+    /// `None` for an event that doesn't complete an update, such as a part of the session table.
     pub fn accept(&mut self, event: v1::LoadEvent) -> Result<Option<Update>, Error> {
         if event.sequence != self.next_sequence {
             return Err(Error::Gap { want: self.next_sequence, got: event.sequence });

@@ -28,6 +28,7 @@ use crate::config::AGENTS_MAX;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
+    /// The setting `workers`.
     Static,
     File,
     Dns,
@@ -38,6 +39,7 @@ pub enum Source {
 }
 
 impl Source {
+    /// In the order of their numbers.
     pub const ALL: [Self; 5] =
         [Self::Static, Self::File, Self::Dns, Self::Kubernetes, Self::Announce];
 
@@ -56,6 +58,7 @@ impl Source {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Listing {
+    /// The agent is about to end, so it gets nothing new.
     Terminating,
     Serving,
 }
@@ -102,6 +105,7 @@ pub struct Membership {
     followed: HashMap<Arc<str>, usize>,
     /// In the order in which they became free.
     free: VecDeque<usize>,
+    /// The newest of each source, by its number.
     lists: [SourceList; Source::ALL.len()],
     announced_ids: AgentIds,
 }
@@ -188,9 +192,7 @@ impl Membership {
         self.check_in_debug();
     }
 
-    /// An agent that waits for a slot gets the free one.
-    ///
-    /// # Panics If the slot isn't vacated.
+    /// The slot must be vacated. An agent that waits for a slot gets it.
     pub fn free(&mut self, slot: usize, now: Instant) {
         assert_eq!(self.phase(slot), Phase::Vacated, "only a vacated slot can be free");
         self.slots[slot].phase = Phase::Free;
@@ -253,7 +255,7 @@ impl Membership {
         }
     }
 
-    /// The slot that has been free for longest, or else a new one. Without a slot the agent waits.
+    /// The agent gets the slot that has been free for longest, or else a new one, or else it waits.
     fn admit(&mut self, control_url: &str) {
         let control_url: Arc<str> = control_url.into();
         let slot = Slot { phase: Phase::Member, control_url: Arc::clone(&control_url) };

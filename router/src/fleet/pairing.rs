@@ -16,8 +16,7 @@ const TP_BITS: u32 = 16;
 pub struct PairClass(NonZeroU64);
 
 impl PairClass {
-    /// `None` if the engine runs whole turns, or if its agent is too old to say how it hands over
-    /// KV.
+    /// `None` if the engine runs whole turns, or if its agent doesn't say how it hands over KV.
     #[must_use]
     pub fn read(engine: &EngineFacts) -> Option<Self> {
         let transfer =

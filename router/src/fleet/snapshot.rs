@@ -40,6 +40,7 @@ pub struct Snapshot {
     pub(super) report_age_max: Duration,
     /// Least predicted gain for which a session moves to another worker.
     pub(super) rebind_gain_min: Duration,
+    /// KV that one engine hands to another.
     pub(super) transfer_bytes_per_s: u64,
 }
 

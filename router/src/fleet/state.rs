@@ -85,6 +85,7 @@ pub struct State {
     forecast: ReuseForecast,
     /// Without a name. The turns' tasks record them.
     conversations: Arc<Mutex<Conversations>>,
+    /// As of the newest forecast.
     prefill_rates: PrefillRates,
     /// The view's agents agree with it.
     membership: Membership,

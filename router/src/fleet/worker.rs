@@ -15,6 +15,7 @@ pub const WORKER_NUMBERS_MAX: usize = AGENTS_MAX * RANKS_INDEXED_MAX;
 /// only after the last reference to this one is gone; see [`super::membership`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct WorkerRef {
+    /// The agent's slot.
     pub agent: usize,
     pub dp_rank: u32,
 }
@@ -42,8 +43,8 @@ pub enum WorkerState {
     /// The engine runs no turns by its operator's wish, such as a pause. Turns wait in the agent.
     Held,
     Draining,
-    /// The engine runs only a part of each turn, and its agent is too old to say how it hands over
-    /// KV, so the worker can form no pair.
+    /// The engine runs only a part of each turn, and its agent doesn't say how it hands over KV, so
+    /// the worker can form no pair.
     Disaggregated,
 }
 

@@ -94,7 +94,7 @@ pub(super) async fn loads(State(shared): SharedState) -> Response {
     Json(merge_loads(answers)).into_response()
 }
 
-/// Answers with one engine's `fields`, or an admin with the whole answers of all engines.
+/// Answers with one engine's `fields`, or to an admin with the whole answers of all engines.
 async fn show(
     shared: &crate::turn::shared::Shared,
     caller: &Caller,

@@ -46,6 +46,7 @@ pub(super) enum SessionOrder {
     /// Most resident tokens first.
     #[default]
     Resident,
+    /// Most turns first.
     Turns,
     /// The session whose last turn ended last comes first.
     Recent,
@@ -156,6 +157,7 @@ fn find_missing_parents<'a>(
     found
 }
 
+/// `text` is in lower case.
 fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
     let session = &entry.session;
     let has_text = |name: &str| name.to_lowercase().contains(text);

@@ -38,6 +38,7 @@ enum Request {
     FleetSessions,
     TurnId,
     Page,
+    /// A page of a list that grows at its end.
     RecentPage,
     RecentTurns,
 }

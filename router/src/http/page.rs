@@ -28,6 +28,7 @@ pub(super) struct PageRange {
     pub(super) after: Option<u64>,
     /// 1 to [`ENTRIES_MAX`].
     pub(super) limit: usize,
+    /// The digest or the id of the session whose entries are wanted.
     pub(super) session: Option<String>,
 }
 

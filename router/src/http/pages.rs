@@ -1,7 +1,8 @@
 //! Keeps web pages from driving a router that asks for no key.
 //!
-//! A router without keys serves whoever reaches it, also web pages in an operator's browser, whose
-//! headers tell them (`service::auth::origin`). With keys nothing is checked, as no page has one.
+//! A router without keys serves whoever reaches it, also web pages in an operator's browser. The
+//! requests of pages are known by their headers (`service::auth::origin`). With keys nothing is
+//! checked, as no page has one.
 
 use std::sync::Arc;
 

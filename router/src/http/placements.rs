@@ -47,6 +47,7 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     Json(json!({ "placements": placements, "next": next })).into_response()
 }
 
+/// The answer has one placement for each worker that the turn was sent to.
 pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
     let turn_id = match id(path) {
         Ok(turn_id) => turn_id,

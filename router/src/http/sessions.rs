@@ -230,6 +230,7 @@ fn build_open_request(
     })
 }
 
+/// Nobody can guess the id.
 fn new_session_id() -> String {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).expect("the operating system has random numbers");

@@ -120,6 +120,7 @@ enum Stage {
 
 struct WaitingBody {
     stage: Stage,
+    /// Whether a comment is due now.
     has_comment: bool,
     interval: Duration,
     next_comment: Pin<Box<Sleep>>,

@@ -44,13 +44,14 @@ pub struct Binding {
     pub exclusive: bool,
     /// Of the turns through this router.
     pub last_turn_ended: Option<Instant>,
-    /// Valid for [`TABLE_LAG_MAX`]. `None` if this router didn't open the session.
+    /// What the agent answered when this router opened the session. Valid for [`TABLE_LAG_MAX`].
     pub open_answer: Option<OpenAnswer>,
     pub close_progress: CloseProgress,
     pub moved_at: Option<Instant>,
     pub reopened_at: Option<Instant>,
     /// Without state in the engine, as the client wants. No agent ever reports such a session.
     pub placement_only: bool,
+    /// Of the last turn.
     pub body_bytes: u64,
     /// `None` if the binding was never claimed.
     pub claimed: Option<Claimed>,

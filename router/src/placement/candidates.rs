@@ -30,7 +30,7 @@ pub enum NoWorker {
     Unpaired(Unpaired),
     #[error("no worker serves model {model:?}; served are: {offered}")]
     Model { model: String, offered: String },
-    /// No worker that serves the model offers the retention.
+    /// No worker that serves the model offers the retention. `reason` is why one of them doesn't.
     #[error(
         "no worker offers retention {}: {reason}; ask for one of these: {offered}",
         .requested.as_str()
@@ -46,7 +46,9 @@ pub(super) struct Candidates<'a> {
     /// The *fresh* ones: their agents were heard recently. If there are none, the *stale* ones. If
     /// there are none either, the *held* ones.
     pub(super) workers: Vec<WorkerStats<'a>>,
+    /// Or held.
     pub(super) are_all_stale: bool,
+    /// In the whole fleet.
     pub(super) has_one_worker: bool,
 }
 
@@ -62,7 +64,7 @@ impl Candidates<'_> {
     }
 }
 
-/// # Errors If no known worker fits the turn, whether it is usable now or not.
+/// Fails if no known worker fits the turn, whether it is usable now or not.
 pub(super) fn find_candidates<'a>(
     request: &PlacementRequest<'_>,
     view: &'a Snapshot,

@@ -5,8 +5,8 @@ use std::{cmp::Reverse, time::Instant};
 use super::{Figures, PlacementRequest};
 use crate::fleet::{conversations::Conversations, snapshot::Snapshot, worker::WorkerRef};
 
-/// Beside the session's own worker and the preferred worker. A list of a thousand workers would not
-/// explain the choice better.
+/// A placement reports so many, beside the session's own worker and the preferred worker. A list of
+/// a thousand workers would not explain the choice better.
 pub(super) const FIGURES_MAX: usize = 8;
 /// How much more than the least cost counts as about the same, beside a share of the least cost.
 /// Equal workers with equal loads differ by as much, because their sessions were idle for different

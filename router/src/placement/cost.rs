@@ -95,8 +95,8 @@ pub struct Figures {
     pub impatience_ms: u64,
     /// `None` if the prompt is unknown.
     pub resident_tokens: Option<u64>,
-    /// Of turns that are computed before this one, those that this router sent since the last load
-    /// report included.
+    /// Prompt tokens of other turns that are computed before this turn's, those included that this
+    /// router sent since the last load report.
     pub backlog_tokens: u64,
     /// As measured on this worker or on workers like it. `None`: the costs use an assumed rate.
     pub prefill_tokens_per_s: Option<u64>,
@@ -129,11 +129,12 @@ struct QueueAhead {
 #[derive(Debug, Clone, Copy)]
 struct PoolUse {
     pool_tokens: Option<u64>,
+    /// KV that one more session will add beyond its first prompt.
     growth_tokens: u64,
     /// See [`Figures::wanted_tokens`].
     wanted_tokens: u64,
-    /// The greater of the pool's and of the engine's request rows'. A request row is a place for
-    /// one request, and each pinned session holds one.
+    /// Of the pool or of the engine's request rows: the greater of the two. A request row is a
+    /// place for one request, and each pinned session holds one.
     fullness_milli: u64,
 }
 
@@ -226,6 +227,7 @@ pub(super) fn compute_up_to(
     })
 }
 
+/// On a worker that has the turn's whole prompt resident.
 pub(super) fn queue_cost_ms(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
@@ -274,10 +276,10 @@ fn fill_tokens_per_s(view: &Snapshot, stats: WorkerStats<'_>) -> u64 {
     (view.transfer_bytes_per_s() / bytes_per_token).max(1)
 }
 
-/// An upper bound. A prompt that fits into one stage isn't staged and waits for no staged prompt. A
-/// longer prompt waits for all staged prompts that have fewer tokens left. Agents report only the
-/// number and the sum of the staged prompts, and each prompt ahead has fewer than `uncached_tokens`
-/// left.
+/// An upper bound of the staged tokens that are computed before this prompt. A prompt that fits
+/// into one stage isn't staged and waits for no staged prompt. A longer prompt waits for all staged
+/// prompts that have fewer tokens left. Agents report only the number and the sum of the staged
+/// prompts, and each prompt ahead has fewer than `uncached_tokens` left.
 fn staged_prefill_tokens(stats: WorkerStats<'_>, uncached_tokens: u64) -> u64 {
     let is_staged = stats.stage_tokens().is_some_and(|stage_tokens| uncached_tokens > stage_tokens);
     let staged_prefill = if is_staged { stats.staged_prefill() } else { None };
@@ -355,6 +357,7 @@ fn ended_own_tokens(
     }
 }
 
+/// Without the session's own KV.
 fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
     let opened_sessions = stats.open_requests_since_report();
     let (pool_tokens, used_tokens) = (stats.pool_tokens(), stats.used_tokens());
@@ -382,7 +385,7 @@ struct OwnKv {
     /// Subtracted from the reuse forecast, because this turn is the reuse that the forecast
     /// expects.
     tokens: u64,
-    /// No reported block has it. The worker's used KV contains it.
+    /// The pinned part. No reported block has it. The worker's used KV contains it.
     private_tokens: u64,
 }
 

@@ -37,7 +37,8 @@ pub(super) fn push_ids(
     Ok(())
 }
 
-/// `None` if no digit is there, as for a negative number, or if the number doesn't fit in a `u32`.
+/// Returns the id at `start` and the offset of its end. `None` if no digit is there, as for a
+/// negative number, or if the number doesn't fit in a `u32`.
 fn parse_id(bytes: &[u8], start: usize) -> Option<(u32, usize)> {
     let mut end = start;
     let mut id = 0_u64;

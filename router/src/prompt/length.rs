@@ -33,7 +33,8 @@ impl Prompt {
 
     /// `false` if that can't be known, as for several prompts, or for text without a loaded model.
     ///
-    /// # Panics If `body` is not the body in which the prompt was found.
+    /// # Panics
+    /// If `body` is not the body in which the prompt was found.
     #[must_use]
     pub fn is_over_context(
         &self,
@@ -64,7 +65,7 @@ impl Prompt {
     }
 }
 
-/// `None` for an array of anything else.
+/// Of a flat array; `None` for an array of anything but ids.
 fn count_ids(json: &str) -> Option<u64> {
     let inner = json.strip_prefix('[')?.trim_ascii_start();
     inner.starts_with(|first: char| first.is_ascii_digit()).then_some(())?;

@@ -40,10 +40,12 @@ impl TokenizerMemory {
         self.take(TOKENIZE_BYTES_PER_BYTE * text_bytes as u64)
     }
 
+    /// Counts a prompt for another reason than memory, which `take` counts.
     pub(super) fn count_untokenized(&self, reason: &'static str) {
         self.metrics.count_untokenized_prompt(reason);
     }
 
+    /// `None` if there is none now.
     fn take(&self, bytes: u64) -> Option<Share> {
         let share = self.pool.take(&self.sharer, bytes.max(1), None).ok();
         if share.is_none() {

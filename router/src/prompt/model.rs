@@ -25,9 +25,11 @@ pub(super) struct TextPrompt<'a> {
     pub(super) form: PromptForm,
     pub(super) member_json: &'a dyn Fn(&str) -> Option<&'a str>,
     pub(super) scheme: Scheme<'a>,
+    /// The engine's context.
     pub(super) tokens_max: u64,
     /// Some templates show the date.
     pub(super) unix_s: u64,
+    /// `None`: it isn't bounded.
     pub(super) memory: Option<&'a TokenizerMemory>,
 }
 

@@ -93,8 +93,9 @@ impl Models {
         Self::new(&Shares::new(sizes), Arc::new(metrics))
     }
 
-    /// Uses the engine's model if it is loaded, and memory and a permit are free soon enough.
-    /// Otherwise the prompt is counted.
+    /// Makes the blocks of a text with the engine's model, if that is loaded. If the body is too
+    /// large, or no memory or permit is free soon enough, the prompt is counted, and its bytes make
+    /// the blocks.
     pub(crate) async fn blocks(
         &self,
         prompt: &Prompt,
@@ -243,6 +244,7 @@ impl Models {
 #[derive(Debug)]
 struct Permit {
     _prompt: OwnedSemaphorePermit,
+    /// To read the body.
     _memory: Share,
 }
 

@@ -64,6 +64,7 @@ struct SentPrompts {
 }
 
 impl BlockLocator {
+    /// `bytes_max` is the memory bound of `kv_index`.
     pub(crate) fn new(kv_index: Arc<KvIndex>, models: Arc<Models>, bytes_max: usize) -> Self {
         let sent_prompts = SentPrompts {
             learned: LearnedPrompts::new(bytes_max / LEARNED_BYTES_DIVISOR),
@@ -197,6 +198,7 @@ impl BlockLocator {
         overlap
     }
 
+    /// Call this when the worker has accepted the turn.
     pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
         let Some(number) = worker.number() else { return };
         if turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live(number) {

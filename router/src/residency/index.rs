@@ -2,7 +2,7 @@
 //!
 //! The hash of a block covers all tokens of the prompt up to the block's end. A chain is the
 //! sequence of blocks of a prompt. A worker has a block on its device (GPU memory), on its host
-//! (CPU memory) or on both. The index doesn't check the order of reports.
+//! (CPU memory) or on both. The index doesn't check the order of reports (`kv_stream` does).
 //!
 //! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain). A
 //!   [`proto::table`] finds the run of a block.
@@ -146,7 +146,8 @@ impl Index {
 
     /// The blocks follow `parent` or, without a parent, begin a chain.
     ///
-    /// # Panics If `worker` is not below [`WORKERS_MAX`].
+    /// # Panics
+    /// If `worker` is not below [`WORKERS_MAX`].
     pub fn store(
         &mut self,
         worker: usize,
@@ -185,7 +186,8 @@ impl Index {
     /// Later stores and removals change the snapshot only. Look-ups see the worker's previous
     /// blocks until [`Self::finish_snapshot`].
     ///
-    /// # Panics If `worker` is not below [`WORKERS_MAX`].
+    /// # Panics
+    /// If `worker` is not below [`WORKERS_MAX`].
     pub fn begin_snapshot(&mut self, worker: usize) {
         assert!(worker < WORKERS_MAX, "a worker's number is below WORKERS_MAX");
         self.sweep_until_a_slot_is_free();

@@ -141,7 +141,7 @@ impl KvIndex {
         }
     }
 
-    /// Changes of these blocks are no longer reported.
+    /// For an agent whose stream is lost: it reports no changes of its blocks any more.
     fn discard_agent(&self, agent: usize, why: String) {
         let lost_state = StreamState { phases: HashMap::new(), loss_reason: Some(why) };
         let old_state = self.stream_states[agent].swap(Arc::new(lost_state));
@@ -182,6 +182,7 @@ impl ResetPace {
 pub(crate) struct KvWatcher {
     pub(crate) agent: usize,
     pub(crate) dialer: AgentDialer,
+    /// Longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
     pub(crate) kv_index: Arc<KvIndex>,
 }
@@ -217,6 +218,7 @@ impl KvWatcher {
         }
     }
 
+    /// Returns why the stream ended.
     async fn follow_once(&self, checker: &mut KvStreamChecker) -> String {
         let open_stream = async {
             let client = self.dialer.connect().await?.client;

@@ -58,7 +58,8 @@ impl LearnedPrompts {
         self.index.look_up(chain, overlap);
     }
 
-    /// # Panics If `worker` is not below [`super::index::WORKERS_MAX`].
+    /// # Panics
+    /// If `worker` is not below [`super::index::WORKERS_MAX`].
     pub fn record(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
         if self.workers.len() <= worker {
             self.workers.resize_with(worker + 1, WorkerPrompts::default);

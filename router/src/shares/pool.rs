@@ -47,7 +47,7 @@ pub(crate) struct Ask {
     /// At least 1.
     pub(crate) units: u64,
     pub(crate) class: PriorityClass,
-    /// Is the limit of the sharer's own key.
+    /// The most that the sharer may hold by its own key's limit.
     pub(crate) key_max: Option<u64>,
 }
 

@@ -1,8 +1,9 @@
 //! Writes one line of JSON for each request to the data port, if the settings name a file for it.
 //!
-//! The entry goes with the request and its answer; its last holder's drop hands the line to a
-//! thread, so that no request waits for a disk. Lines that the thread can't write soon enough are
-//! dropped and counted. A line has no prompt, answer, query string or session id, only a digest.
+//! An [`AccessEntry`] goes with the request and its answer; its last holder's drop hands the line
+//! to a thread, so that no request waits for a disk. Lines that the thread can't write soon enough
+//! are dropped and counted. A line has no prompt, answer or query string. Of a session it has the
+//! digest, not the id.
 
 use std::{
     fs::OpenOptions,
@@ -22,7 +23,8 @@ use tracing::warn;
 
 use super::ended::TurnRecord;
 
-/// A line takes up to a KiB. At 5,000 requests a second a disk may hang for almost two seconds.
+/// The most lines that wait for the thread. A line takes up to a KiB. At 5,000 requests a second a
+/// disk may hang for almost two seconds.
 const LINES_MAX: usize = 8_192;
 
 /// A reader of standard output that has stopped must not keep the router from ending.
@@ -61,6 +63,7 @@ pub(crate) struct AccessEntry {
 #[derive(Debug, Default, Serialize)]
 #[serde(default)]
 struct AccessLine {
+    /// When the request arrived.
     time_unix_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<IpAddr>,
@@ -72,6 +75,7 @@ struct AccessLine {
     /// `None` if the client left before an answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     status: Option<u16>,
+    /// `None` unless Berth itself refused the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     refusal: Option<&'static str>,
     response_bytes: u64,

@@ -15,6 +15,7 @@ use self::logprobs::LogprobMerger;
 
 #[derive(Debug)]
 pub(crate) struct AgentBody {
+    /// Bytes that were read already.
     first: Option<Bytes>,
     /// `None` after its end.
     rest: Option<Incoming>,

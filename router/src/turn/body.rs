@@ -1,8 +1,9 @@
 //! Reads request bodies within each client's share of memory, and keeps them for a second try.
 //!
-//! A turn may go to a second worker, so its body is kept until the answer begins: the whole answer,
-//! if it isn't streamed. Once the HTTP client has sent a body, the copy gives way, oldest first, to
-//! any body that finds no memory. Its turn is then not retried.
+//! A turn may go to a second worker, so its body is kept until the answer begins; if that isn't
+//! streamed, until all of it is there. Once the HTTP client has sent a body, the copy gives way,
+//! oldest first, to any body that finds no memory. Its turn is then not retried: the client gets
+//! the first worker's refusal.
 
 mod text_meter;
 
@@ -24,10 +25,11 @@ use self::text_meter::TextMeter;
 use super::error::{Error, Limit};
 use crate::shares::{Refused, Share, SharedPool, Sharer};
 
-/// Bodies take memory in such steps, so that the pool is asked rarely.
+/// Bodies take memory in steps of this size, so that the pool is asked rarely.
 const STEP_BYTES: u64 = 4 * 1024;
-/// The longest tokens of common vocabularies are runs of 128 spaces; prose and code have 4 bytes
-/// per token, and 6 for each byte if a client escapes all of them.
+/// Most bytes of text in a body per token of the context. The longest tokens of common vocabularies
+/// are runs of 128 spaces; prose and code have 4 bytes per token, and 6 for each byte if a client
+/// escapes all of them.
 const TEXT_BYTES_PER_TOKEN: usize = 64;
 /// A body up to this size is never refused for its text, which leaves room for tools and metadata.
 const TEXT_BYTES_MIN: usize = 1 << 20;
@@ -48,6 +50,7 @@ pub(crate) struct Bodies {
 /// How a compressed body arrives; among the extensions of its request.
 #[derive(Debug, Default)]
 pub(crate) struct Compression {
+    /// Compressed bytes, as the client sends them.
     received_bytes: AtomicUsize,
 }
 
@@ -71,6 +74,7 @@ impl Compression {
 #[derive(Debug, Default)]
 struct SentBodies {
     queue: VecDeque<Weak<RetryBody>>,
+    /// The length of the queue at which bodies that are gone are removed next.
     cleanup_at: usize,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The caller names agents, or workers of theirs, in the header `x-berth-workers` or the query
 //! parameter `workers`, separated by commas; without a name a call goes to all. With `per_worker=1`
-//! the body is an object with a body for each name. All other parameters go to the engines. `http`
-//! has checked that the caller is an admin.
+//! the body is an object with a body for each name, and the call goes to the agents named there.
+//! All other parameters go to the engines. `http` has checked that the caller is an admin.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -22,7 +22,7 @@ use super::{
 use crate::fleet::{agent::Facts, snapshot::Snapshot};
 
 const WORKERS: HeaderName = HeaderName::from_static("x-berth-workers");
-/// An answer may have megabytes.
+/// The most agents called at the same time: an answer may have megabytes.
 const CALLS_MAX: usize = 64;
 /// An engine's answer has kilobytes.
 const ANSWER_BYTES_MAX: usize = 4 << 20;
@@ -56,7 +56,7 @@ pub(crate) struct AgentAnswer {
     pub(crate) body: Bytes,
 }
 
-/// The messages are for the caller.
+/// Why an agent gave no answer. The messages are for the caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum CallError {
     #[error("it did not answer within turn_ms_max; look at its weights in GET /v1/workers")]

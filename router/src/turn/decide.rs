@@ -112,7 +112,7 @@ pub(super) struct TurnFacts<'a> {
 pub(super) struct SessionDecision {
     pub(super) placement: Placement,
     pub(super) can_move: bool,
-    /// Set if the session could have stayed there.
+    /// The worker that the session leaves, if it could have stayed there or nothing is left there.
     pub(super) old_worker: Option<WorkerRef>,
     /// `None` if the worker has the session, or learns of it as of any other.
     pub(super) reopen_as: Option<Retention>,
@@ -121,7 +121,8 @@ pub(super) struct SessionDecision {
 }
 
 impl<'a> TurnFacts<'a> {
-    /// Places the turn as if it had no session: by the conversation that its prompt continues.
+    /// Returns a request as if the turn had no session: by the conversation without a name that its
+    /// prompt continues.
     pub(super) fn placement_request(&self, now: Instant) -> PlacementRequest<'a> {
         let continued = self
             .conversations
@@ -288,7 +289,8 @@ pub(super) fn decide_again(
     Some((placement, wish))
 }
 
-/// Fails if the turn's session can't leave another worker.
+/// `agent` has the turn's previous response. Fails if the turn's session can't leave another agent,
+/// or if no worker of `agent` can take turns.
 pub(super) fn place_at_agent(
     agent: usize,
     request: &PlacementRequest<'_>,
@@ -364,8 +366,8 @@ fn expects_more_turns(turn: &Turn) -> bool {
     turn.session.as_ref().is_some_and(|intent| !intent.closes_session)
 }
 
-/// Returns the worker that has the session, and the retention with which the turn opens it on
-/// another worker, if it does.
+/// Returns the worker that has the session, and the retention with which the turn opens the session
+/// if it goes to another worker; `None`: it doesn't open it there.
 fn check_session(
     intent: &SessionIntent,
     status: &SessionStatus,
@@ -405,8 +407,9 @@ fn check_session(
     }
 }
 
-/// Such a worker gives the next turn no reason to go there. `None` while a turn of this router may
-/// have begun the session anew on it, and its agent's report be under way.
+/// Returns the worker whose engine has lost all that it had of the session: the next turn has no
+/// reason to go there. `None` while a turn of this router may have begun the session anew there,
+/// and its agent's report be under way.
 fn worker_left_with_nothing(
     status: &SessionStatus,
     binding: Option<&Binding>,

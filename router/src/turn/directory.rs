@@ -130,7 +130,7 @@ pub(crate) struct BindingHold {
     key: SessionKey,
     closes_session: bool,
     is_answer_recorded: bool,
-    /// Set until the new worker takes the turn.
+    /// The worker that the session leaves, until the new worker takes the turn.
     old_worker: Option<WorkerRef>,
     body_bytes: u64,
 }

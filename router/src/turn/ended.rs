@@ -66,8 +66,8 @@ impl RecentTurns {
         self.check_invariants();
     }
 
-    /// Without `after`, returns the last `limit` records that are wanted. Also returns the place up
-    /// to which the records were looked at.
+    /// Returns wanted records, oldest first. Without `after`, these are the last `limit`. Also
+    /// returns the place up to which the records were looked at.
     #[must_use]
     pub(crate) fn page(
         &self,

@@ -50,6 +50,7 @@ pub(crate) enum Error {
         /// The longest context of any worker.
         context_tokens: u32,
     },
+    /// The body is too large, incomplete or too slow.
     #[error(transparent)]
     Body(#[from] Refusal),
     #[error("the request body did not arrive within turn_ms_max; send it faster")]
@@ -72,6 +73,7 @@ pub(crate) enum Error {
         /// The beginning of the id.
         id: String,
     },
+    /// The client aborted the turn while it waited here.
     #[error(transparent)]
     Aborted(Refusal),
 }
@@ -128,7 +130,7 @@ pub(crate) enum NoAnswer {
     /// The agent has run nothing.
     #[error("worker {worker} doesn't accept this router's token; see agents.token_file")]
     NotARouter { worker: String },
-    /// The request may have reached the worker.
+    /// Before the head of an answer. The request may have reached the worker.
     #[error("worker {worker} broke off before its answer began")]
     BrokenOff {
         worker: String,
@@ -142,6 +144,7 @@ pub(crate) enum NoAnswer {
         #[source]
         source: hyper_util::client::legacy::Error,
     },
+    /// After the head, before the first bytes; a prefill worker also later.
     #[error("worker {worker} broke off before its answer began")]
     AnswerBrokenOff {
         worker: String,

@@ -48,7 +48,7 @@ pub(super) fn answer_tokens(hints: Option<&Object<'_>>) -> Option<u64> {
     hints?.get("osl")?.get().parse().ok()
 }
 
-/// Returns the longest of the times, in milliseconds, that the body names for KV without a turn.
+/// Returns the longest time, in milliseconds, for which the body wants KV kept without a turn.
 pub(super) fn idle_ms(body: &Object<'_>) -> Option<u64> {
     let retention = body.get("prompt_cache_retention").and_then(|raw| {
         let text: &str = serde_json::from_str(raw.get()).ok()?;

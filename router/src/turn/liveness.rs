@@ -13,7 +13,8 @@ use tracing::{info, warn};
 
 use super::{directory::SessionDirectory, pulses::CHECK_INTERVAL, upstream::UpstreamClient};
 
-/// Agents report every 500 ms by default, so eight reports are missing.
+/// After so long without a message the data port is probed. Agents report every 500 ms by default,
+/// so eight reports are missing.
 const QUIET_MAX: Duration = Duration::from_secs(4);
 /// An agent answers in milliseconds. With [`QUIET_MAX`] and [`CHECK_INTERVAL`], the turns of a
 /// silent agent end within 9 s.

@@ -25,7 +25,7 @@ use crate::{
 const AT_REST_MIN: Duration = Duration::from_secs(1);
 /// The time to the next look at what can't be mended yet.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
-/// Any long time will do.
+/// The wait for a session that two agents have. Any long time will do.
 const LONG: Duration = Duration::from_secs(3600);
 
 /// What was judged of each session, and since when.

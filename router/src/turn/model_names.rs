@@ -14,12 +14,14 @@ use crate::config::tables::ModelsTable;
 /// SGLang's own protocol has this default for a client that was given no name.
 const UNNAMED_MODEL: &str = "default";
 
-/// Comparing takes time in proportion to it, with each pattern; real names have dozens of bytes.
+/// Longer names fit no alias: comparing takes time in proportion to the length, with each pattern.
+/// Real names have dozens of bytes.
 const NAME_BYTES_MAX: usize = 256;
 
 #[derive(Debug)]
 pub(crate) struct ModelNames {
-    /// Names come before patterns; the pattern with most characters comes first.
+    /// Each with the real name. Names come before patterns; of these, the one with most characters
+    /// comes first.
     aliases: Vec<(String, String)>,
     default: Option<String>,
 }
@@ -27,7 +29,7 @@ pub(crate) struct ModelNames {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RealModel {
     pub(crate) name: String,
-    /// Whether the body must get this name, because an adapter is in one of both.
+    /// Whether the body must get this name, because it or the client's name has an adapter.
     pub(super) is_sent: bool,
 }
 

@@ -60,7 +60,7 @@ const REST_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Sent {
     pub(super) answer: Result<Response<AgentBody>, NoAnswer>,
-    /// If the turn failed, the worker that failed first.
+    /// The worker that made the answer. If the turn failed, the one that failed first.
     pub(super) worker: WorkerRef,
 }
 
@@ -213,8 +213,9 @@ impl Halves {
 }
 
 impl Halves {
-    /// A failed prefill engine tells the decode engine, whose error may come a moment before its
-    /// own.
+    /// Returns the prefill engine's error, if it caused the decode engine's. A failed prefill
+    /// engine tells the decode engine, whose error may come a moment earlier. `is_open`: the
+    /// prefill half still runs.
     async fn find_cause(&mut self, failed: &Begun, is_open: bool) -> Option<Response<AgentBody>> {
         let is_agents = failed.head.headers.contains_key(claim::REFUSAL);
         if !is_open || is_agents || failed.head.status.is_client_error() {

@@ -67,7 +67,7 @@ pub(crate) struct PlacedTurn {
     pub(super) blocks: Option<TurnBlocks>,
     /// Leading prompt tokens resident on the worker, if known.
     pub(super) resident_tokens: Option<u64>,
-    /// Counts what the worker that computes the prompt has to compute.
+    /// Prompt tokens that placement expects the worker that computes the prompt to compute.
     pub(super) uncached_tokens_expected: Option<u64>,
     /// Set if placement compared workers by the prompt.
     pub(super) ttft_expected: Option<Duration>,
@@ -165,8 +165,8 @@ impl Placer {
         self.recent_placements.lock().placements(turn_id).into_iter().cloned().collect()
     }
 
-    /// Without `after`, returns the last `limit` placements. Each comes with its place in the order
-    /// of all placements.
+    /// Oldest first, each with its place in the order of all placements. Without `after`, returns
+    /// the last `limit` placements.
     pub(crate) fn placements_page(
         &self,
         after: Option<u64>,
@@ -307,7 +307,8 @@ impl Placer {
         Ok(placed)
     }
 
-    /// `failed_worker` is the first worker or the prefill worker.
+    /// `failed_worker` is the first worker or the prefill worker. `None` if there is no other
+    /// worker or the turn can't move.
     pub(super) async fn decide_again(
         &self,
         turn: &Turn,

@@ -1,6 +1,7 @@
 //! Says which agents are silent: their process or host has stopped answering.
 //!
-//! `liveness` writes this; requests and answers look at it once in a while, and end.
+//! `liveness` writes this. Requests and answers look at it once in a while, and end if their agent
+//! is silent.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -9,7 +10,8 @@ use std::{
 
 use crate::config::AGENTS_MAX;
 
-/// Also the least time between two probes of a quiet agent.
+/// How often turns look whether their agent is silent. Also the least time between two probes of a
+/// quiet agent.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// By the agents' slots.

@@ -70,7 +70,7 @@ impl Error {
     }
 }
 
-/// Also if the request names no limit. If there are more, the answer says so.
+/// Holds also if the request names no limit. If there are more, the answer says so.
 pub(crate) const SESSIONS_LISTED_MAX: usize = 1000;
 
 /// The longest wait for an agent that gave an open no answer. Agents restart within seconds.
@@ -140,7 +140,8 @@ impl SessionService {
         self.run_detached(async move { Box::pin(service.open_at_agent(open_request)).await }).await
     }
 
-    /// Returns once the agent has agreed. The agent lets a running turn of the session end first.
+    /// Returns once the agent has agreed. If a turn of the session is still running then, the agent
+    /// closes the session after it.
     pub(crate) async fn close(self: &Arc<Self>, key: SessionKey) -> Result<(), Error> {
         self.directory.settled_view().await;
         let view = self.directory.view();

@@ -20,7 +20,7 @@ use crate::metrics::TurnOutcome;
 const STATUS: &str = "http.response.status_code";
 pub(super) const WORKER: &str = "berth.worker";
 
-/// Leaves the span with the request. A route that is no turn's has none.
+/// Begins the turn's first span, and leaves it with the request. Other routes have none.
 pub(crate) fn begin(traces: &Traces, parts: &mut Parts, route: Route) -> Trace {
     if !route.kind.is_turn() {
         return Trace::default();

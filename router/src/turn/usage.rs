@@ -49,6 +49,7 @@ impl Count {
 /// As far as the engine reports them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TurnUsage {
+    /// Includes the cached ones.
     pub(crate) prompt_tokens: Option<u64>,
     /// SGLang's OpenAI routes report these tokens only with `--enable-cache-report`.
     pub(crate) cached_tokens: Option<u64>,

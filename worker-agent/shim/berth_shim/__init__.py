@@ -196,7 +196,8 @@ class _Shim:
         self._link.set_hello(wire.encode(self._hello))
         refusal = self._hello.undemotable_reason
         self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
-        # With `--sleep-on-idle`, an idle scheduler polls its sockets for up to a second.
+        # With `--sleep-on-idle`, an idle scheduler polls its sockets for up to a second: a command
+        # must wake it.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
             poller.register(self._link.wake_receiver, 1)  # 1 is zmq's POLLIN.
 
@@ -304,7 +305,7 @@ def _weight_changes() -> list[str]:
 
 
 def _may_change_weights(result: Any) -> bool:
-    """Whether the weights may have changed. A flush that fails afterwards makes that a failure."""
+    """Whether the weights may have changed. A failure may come from the flush after a change."""
     return result.success or not any(text in result.message for text in _UNCHANGED)
 
 

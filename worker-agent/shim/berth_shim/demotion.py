@@ -1,10 +1,11 @@
 """Demotes idle sessions on the agent's command: moves a session's KV into the radix tree.
 
-After that the session's row of the request table is free, and the engine may evict its KV.
-The engine itself does the same with the KV of an aborted turn; here it is a finished one. The
-*slot*, which holds the KV between turns, hands its KV record and its lock back to the session's
-last request, whose KV `release_kv_cache` moves into the tree. Call `demote` only where the engine
-also closes sessions: before the requests of a step are handled.
+After that the session's row of the request table is free, and the engine may evict its KV. The
+session's tokens stay, and its next turn reuses whole pages of what is still in the tree. The engine
+itself does the same with the KV of an aborted turn; here it is a finished one. The *slot*, which
+holds the KV between turns, hands its KV record and its lock back to the session's last request,
+whose KV `release_kv_cache` moves into the tree. Call `demote` only where the engine also closes
+sessions: before the requests of a step are handled.
 
 Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
 same step, but only one of them receives the agent's commands. `demotion_refusal` also refuses

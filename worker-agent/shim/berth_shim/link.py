@@ -58,7 +58,8 @@ class Link:
         return bool(self._queued_commands)
 
     def flush(self) -> bool:
-        """Sends the rest of the latest frame. Returns whether an agent has got all of it."""
+        """Tries to send the rest of the latest frame. Returns whether an agent is connected and
+        nothing is left to send."""
         if self._unsent:
             self._send()
         return self._socket is not None and not self._unsent
@@ -187,7 +188,7 @@ class Link:
             self._unsent = b""
             self._socket = connection
             self.connection_number += 1
-            # Those of an earlier connection need no answers any more.
+            # Commands of an earlier connection need no answers any more.
             self._queued_commands.clear()
         try:
             # A new agent needs a full table of the sessions.

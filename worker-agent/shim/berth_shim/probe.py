@@ -174,7 +174,8 @@ class EngineSources:
         return Parameters(positional[1:] if is_bound else positional, named, required)
 
     def _method(self, module: str, owner: str, method: str) -> ast.AST | None:
-        """Returns a method's definition, also of a base; of a missing constructor, the class."""
+        """Returns a method's definition, also a base's; the class itself for a constructor that no
+        class defines."""
         if not isinstance(node := self._find(module, owner), ast.ClassDef):
             return None
         if found := self._find(module, f"{owner}.{method}"):
@@ -197,7 +198,7 @@ class EngineSources:
         return [origin for origin in origins if origin]
 
     def _members(self, module: str, name: str) -> frozenset[str] | None:
-        """Returns what a class defines in its body, and on `self`; None without its source."""
+        """Returns what a class itself defines, in its body and on `self`; None without source."""
         if not isinstance(node := self._find(module, name), ast.ClassDef):
             return None
         names = {each.name for each in node.body

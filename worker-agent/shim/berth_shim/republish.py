@@ -28,7 +28,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# Then a chunk starts no further part. Even a small model's step takes several times as long.
+# After this time, a chunk starts no further part. Even a small model's step takes several times
+# as long.
 CHUNK_SECONDS = 0.002
 # A chunk checks the clock after each part. A part of pages of one token takes 0.3 ms.
 PART_PAGES_MAX = 64
@@ -136,7 +137,8 @@ class Republisher:
         return True
 
     def _record_part(self, node: Any, begin: int, end: int) -> None:
-        """Records an event for the node's pages in each memory, the device's and the host's."""
+        """Records an event for the pages `begin` to `end` (exclusive) in each memory that holds the
+        node, the device's and the host's."""
         from sglang.srt.disaggregation.kv_events import StorageMedium
 
         part = _node_part(node, begin, end, self._tree.page_size)

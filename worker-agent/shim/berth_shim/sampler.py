@@ -65,7 +65,8 @@ class Sampler:
         self._is_full_table_due = True
         # Whether the next update begins a full table, and whether one's end is still to come.
         self._begins_table = self._is_table_open = False
-        # An inspection comes with the pass in which it may be. `_pass` counts those with work.
+        # An inspection comes with the first pass that may carry it out. `_pass` counts the passes
+        # that had work.
         self._demotions: deque[wire.Demote] = deque()
         self._inspections: deque[tuple[int, wire.Inspect]] = deque()
         self._pass = 0
@@ -83,6 +84,7 @@ class Sampler:
         self._sampled_at_seconds = self._running_read_at_seconds = 0.0
         self._sent_at_seconds = 0.0
 
+    # Called by the hooks on sessions.
 
     def mark_touched(self, id: str) -> None:
         """Marks a session as possibly changed, so that the next sample reads it."""
@@ -293,7 +295,7 @@ class Sampler:
             self._is_full_table_due, self._next_seq, self._figures_sent = True, 0, None
             self._is_table_open = self._is_recounting = False
             self._unsent_events.clear()
-            # Those of an earlier connection need no answers any more.
+            # Requests of an earlier connection need no answers any more.
             self._demotions.clear()
             self._inspections.clear()
 

@@ -135,7 +135,7 @@ def _read_facts(id: str, session: Any, kv: Any) -> wire.SessionFacts:
 
 def history_tokens(session: Any) -> int:
     """Returns the number of tokens that the engine puts before the next turn's prompt. A running
-    turn appends to the array of the turn before, so that counts up to its committed length."""
+    turn appends to the array of the turn before, so only that array's committed length counts."""
     if session.committed_origin_len is None or not session.req_nodes:
         return 0
     [node] = session.req_nodes.values()

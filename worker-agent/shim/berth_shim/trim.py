@@ -8,6 +8,7 @@ gives a *plan*. This module is pure. The plans are:
 - `Retokenized`: the prompt starts with other ids, but is proven to start with the same text. The
   rest is to be appended.
 - `Diverged`: from some token on the text differs, or the prompt has nothing after the transcript.
+  Nothing may be appended.
 - `TooLong`: the plan would be one of the first two, but there isn't room for so many tokens.
 - `Refused`: the comparison isn't possible, for a stated reason.
 

@@ -120,6 +120,7 @@ class Trimmer:
         self._tokenizer: Tokenizer | None = None
         self._bos_id: int | None = None
         self._transcripts = Transcripts()
+        # By session: its latest turn, until that turn's end is committed.
         self._running_turns: dict[str, _RunningTurn] = {}
         self._link: Link | None = None
         self._connection_number = 0

@@ -1,8 +1,8 @@
 """Encodes the shim's messages to the agent, and decodes the agent's commands. Pure, no I/O.
 
-The shim's end of the protocol that `worker-agent/src/shim/codec.rs` describes, with the form of a
-frame. The classes here have the same names as the messages there, and the same fields in the same
-order.
+The shim's end of the protocol of `worker-agent/src/shim/codec.rs`, which also has the form of a
+frame, and names the types that explain the fields. The classes here have the same names as the
+messages there, and the same fields in the same order.
 """
 
 import operator

@@ -1,8 +1,9 @@
 //! Accepts the control port's connections, within a limit and a time limit for their handshakes.
 //!
 //! Handshakes run side by side, so a silent peer doesn't delay the routers. Routers send pings over
-//! their few connections, so one that is silent after its handshakes is the gRPC server's matter. A
-//! connection beyond the limit, or whose handshake doesn't come, is closed at once.
+//! their few connections, so one that is silent after its handshakes is the gRPC server's matter.
+//! Here, a connection beyond the limit is closed at once, one without a handshake after its time
+//! limit.
 
 use std::{
     future::Future as _,
@@ -134,6 +135,7 @@ impl ControlConnectInfo {
         self.close_token.cancel();
     }
 
+    /// Cancelling the token closes the connection.
     pub(super) fn close_order(&self) -> CancellationToken {
         self.close_token.clone()
     }

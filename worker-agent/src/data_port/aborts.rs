@@ -61,6 +61,7 @@ impl EngineTurn {
         }
     }
 
+    /// Returns whether this is the first abort of the id.
     fn begin_abort(&self, rid: &str) -> bool {
         let mut aborting = self.aborting.lock();
         let is_first = aborting.iter().all(|known| known != rid);

@@ -11,7 +11,7 @@ use http_body::{Frame, SizeHint};
 pub(super) struct BodyParts<H> {
     parts: std::collections::VecDeque<Bytes>,
     unsent_bytes: u64,
-    /// For example, the body's share of a memory budget.
+    /// Must live until the body is sent, as the body's share of a memory budget must.
     _kept_alive: Option<H>,
 }
 

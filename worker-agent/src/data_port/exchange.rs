@@ -77,6 +77,7 @@ pub(super) struct Exchange {
     /// first bytes.
     awaited_epoch: Option<u64>,
     signs: TurnSigns,
+    /// The span of the answer's body. Empty before the head, and after the end.
     stream: Span,
     trace: Trace,
     context: TurnContext,

@@ -59,6 +59,7 @@ pub struct ParsedRequest {
     kind: Kind,
     /// Ranges of the client's body, and the place of the JSON members that Berth adds.
     body_parts: Vec<Part>,
+    /// Upper bounds.
     pub need: Need,
     /// Empty for a turn without a session.
     pub prompt_start: PromptStart,
@@ -178,6 +179,7 @@ impl ParsedRequest {
         self.bootstrap = bootstrap;
     }
 
+    /// `bytes` is the body that was parsed.
     #[must_use]
     pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
         let mut members = added_members(self.kind, turn, rid, self.has_single_answer);

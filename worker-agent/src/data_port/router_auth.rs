@@ -25,6 +25,7 @@ use service::{
 
 use super::TurnContext;
 
+/// Both may claim sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
     /// A router's turns get the engine's API key.
@@ -43,7 +44,9 @@ impl Caller {
 
 #[derive(Debug, Clone)]
 pub struct RouterAuth {
+    /// By a token that routers and this agent share; `None` if the agent has none.
     pub proofs: Option<Arc<AgentProofs>>,
+    /// The ports accept only connections with a router's certificate.
     pub has_mutual_tls: bool,
     /// Processes may call a port that demands no proof by these names and its host's. A page in a
     /// browser could use any other.

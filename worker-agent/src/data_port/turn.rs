@@ -93,7 +93,8 @@ impl TurnContext {
     }
 }
 
-/// The agent's own turn takes the path of turns from routers, without a session.
+/// Sends a turn of the agent itself, without a session, on the path of turns from routers. `caller`
+/// and `principal` are those of the client's request for which it is sent.
 pub async fn send_own_turn(
     context: &TurnContext,
     caller: Caller,
@@ -363,6 +364,7 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
     if kind == Kind::Responses { format!("{RESPONSE_PREFIX}{rid}") } else { rid.to_owned() }
 }
 
+/// A request that is not a turn needs no claim and isn't counted.
 pub(super) async fn pass_through(
     context: &TurnContext,
     request_head: &http::request::Parts,

@@ -78,6 +78,7 @@ impl Error {
         matches!(self, Self::Broken(..))
     }
 
+    /// The engine may have carried out the call although no valid answer came.
     #[must_use]
     pub fn is_ambiguous(&self) -> bool {
         match self {
@@ -181,6 +182,7 @@ impl EngineClient {
         self.admin_key.as_ref()
     }
 
+    /// The value of `Authorization`.
     #[must_use]
     pub fn api_key(&self) -> Option<&HeaderValue> {
         self.api_key.as_ref()
@@ -277,9 +279,9 @@ impl EngineClient {
         self.call(Method::POST, "/open_session", Some(&body)).await.map(drop)
     }
 
-    /// The engine defers a close while a turn runs, so `rid` is aborted first. It answers 200 to
-    /// every close, even a deferred one. So this method then opens a session with the same id,
-    /// which the engine refuses while the old session exists.
+    /// Returns whether the session is gone. The engine defers a close while a turn runs, so `rid`
+    /// is aborted first. It answers 200 to every close, even a deferred one. So this method then
+    /// opens a session with the same id, which the engine refuses while the old session exists.
     pub async fn close_and_verify(
         &self,
         incarnation: &str,

@@ -17,7 +17,9 @@ pub struct EngineInfo {
     pub cache: CacheFlags,
     /// The rows of each DP rank's request table. A request that runs holds a row.
     pub rows: Vec<u32>,
+    /// The pool's size on each rank.
     pub pool_tokens: u64,
+    /// For example, `cuda` or `cpu`.
     pub device: String,
     /// For each rank: the bytes of its pool on one of its devices, precise to about 1 MiB.
     pub pool_bytes: Vec<Option<u64>>,

@@ -45,7 +45,9 @@ impl RankSample {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadSample {
+    /// When the answer arrived.
     pub at: Instant,
+    /// In rank order.
     pub ranks: Vec<RankSample>,
     /// The local address of the connection that brought the answer.
     pub connection: Option<SocketAddr>,

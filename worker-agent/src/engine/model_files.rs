@@ -251,7 +251,7 @@ fn find_template(
         let path = Path::new(setting);
         let is_jinja_file = path.extension().is_some_and(|extension| extension == "jinja");
         let text = read_small_file(path).filter(|_| is_jinja_file);
-        // The engine does this with the two characters `\n` in such a file.
+        // The engine turns the two characters `\n` in such a file into a line break.
         let text = text.map(|text| text.trim_matches('\n').replace("\\n", "\n"));
         return text.map_or(
             Template::Unsupported("--chat-template is not a local .jinja file"),

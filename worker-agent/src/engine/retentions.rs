@@ -83,11 +83,12 @@ const RECURRENT_MODEL_TYPES: [&str; 25] = [
 /// The values of `layer_types` in a model's config.
 const RECURRENT_LAYERS: [&str; 4] = ["mamba", "linear_attention", "recurrent", "conv"];
 
+/// A combination of the engine's version, flags and facts under which a retention is not offered.
 struct Rule {
     retention: Retention,
     /// The first version of SGLang in which the combination is safe.
     mended_in: Option<[u32; 3]>,
-    /// The reason is for an operator.
+    /// Returns the reason for an operator; `None` if the combination is not there.
     reason: fn(&EngineInfo, &ShimWord) -> Option<String>,
 }
 

@@ -129,6 +129,7 @@ impl SilenceDetector {
         self.next_check
     }
 
+    /// `now` is the time of the newest sign.
     fn schedule(&mut self, now: Instant) {
         let signs = self.ranks.iter().map(|signs| signs.spoke_at).chain(self.answered_at);
         let missing_at = signs.min().map(|oldest| oldest + self.silent_max);

@@ -26,6 +26,7 @@ pub struct BoardHealth {
     board_fault: Option<BoardFault>,
     /// `None` if the driver has never said.
     recovery_action: Option<RecoveryAction>,
+    /// The driver's older flag.
     needs_reset: bool,
     has_failed_rows: bool,
     /// A reset clears it. Bounded by the number of XIDs that [`xid::fatal_xid`] knows.
@@ -77,6 +78,7 @@ impl BoardHealth {
         self.check_in_debug();
     }
 
+    /// Calls to the board fail for any reason, so NVML should be reloaded.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.board_fault.is_some()

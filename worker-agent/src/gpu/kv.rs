@@ -5,8 +5,11 @@ use proto::load::{Device, Figure, RankLoad, Source};
 /// With tensor parallelism, each device holds an equal share of the KV of each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pool {
+    /// On this device.
     pub bytes: u64,
+    /// Of the whole pool.
     pub tokens: u64,
+    /// Where `bytes` comes from.
     pub source: Source,
 }
 

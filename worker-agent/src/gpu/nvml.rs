@@ -57,6 +57,7 @@ fn fault_without_handle(error: &NvmlError) -> Option<BoardFault> {
     }
 }
 
+/// `None` if only the call has failed.
 fn board_fault(error: &NvmlError) -> Option<BoardFault> {
     match error {
         NvmlError::GpuLost => Some(BoardFault::Lost),

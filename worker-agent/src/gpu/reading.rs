@@ -45,12 +45,15 @@ pub struct Reading {
     pub memory_clock_mhz: Option<u32>,
     /// Leaves out idleness.
     pub throttle_reasons: Option<Vec<&'static str>>,
-    /// A counter since the driver was loaded, which may wrap.
+    /// To the host. Counts from when the driver was loaded, and may wrap.
     pub pcie_sent_bytes: Option<u64>,
+    /// From the host. Counts from when the driver was loaded, and may wrap.
     pub pcie_received_bytes: Option<u64>,
     pub pcie_replays: Option<u32>,
     pub nvlink_errors: NvlinkErrors,
+    /// Memory errors that ECC corrected since the driver was loaded.
     pub ecc_corrected: Option<u64>,
+    /// Those that ECC could not correct.
     pub ecc_uncorrected: Option<u64>,
     pub remapped_rows: RemappedRows,
     pub recovery_action: Option<RecoveryAction>,
@@ -103,8 +106,11 @@ pub struct NvlinkErrors {
 /// Defective rows of memory that the GPU replaces by spare rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RemappedRows {
+    /// Rows replaced after corrected errors.
     pub corrected: Option<u64>,
+    /// Rows replaced after uncorrected errors.
     pub uncorrected: Option<u64>,
+    /// Some replacements wait for the next reset.
     pub has_pending: Option<bool>,
     pub has_failed: Option<bool>,
 }
@@ -116,6 +122,7 @@ pub enum RecoveryAction {
     Reboot,
     /// Other GPUs must stop using the GPU's memory.
     DrainPeers,
+    /// The GPU's own work must end before a reset.
     DrainAndReset,
     Other(u64),
 }

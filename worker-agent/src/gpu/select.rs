@@ -1,8 +1,9 @@
 //! Determines which of the machine's devices are the engine's. Pure.
 //!
-//! They are those that the setting `devices` names. Without it, those that the engine's processes
-//! run on. If these are unknown, those that the engine's shims name, and without shims the
-//! machine's only device. Of several devices, any may then be the engine's ([`Basis::Unknown`]).
+//! The engine's devices are those that the setting `devices` names. Without it, those that the
+//! engine's processes run on. If these are unknown, those that the engine's shims name, and without
+//! shims the machine's only device. Of several devices, any may then be the engine's
+//! ([`Basis::Unknown`]).
 
 use super::reading::Identity;
 use crate::config::selector::Selector;

@@ -55,9 +55,11 @@ struct Board {
 
 #[derive(Debug, Clone, Copy)]
 pub struct EngineProcesses<'a> {
+    /// Empty if unknown.
     pub processes: &'a [EngineProcess],
     pub schedulers: &'a [Scheduler],
     pub has_new_schedulers: bool,
+    /// About the pids that NVML reports.
     pub are_pids_in_agent_namespace: bool,
 }
 

@@ -47,10 +47,11 @@ pub enum Medium {
 /// The pages are in prefix order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stored {
+    /// At least one.
     pub pages: Vec<PageHash>,
     /// The page before the first of `pages`. `None` if `pages` begin a prompt.
     pub parent: Option<PageHash>,
-    /// For an image, the engine may put its hash here, which is wider than a token id.
+    /// For an image, the engine may put the image's hash here, which is wider than a token id.
     pub tokens: Vec<u64>,
     /// The token after the last page, which the engine hashes as part of that page. `None` if the
     /// engine sends single tokens.

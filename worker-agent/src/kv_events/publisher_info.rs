@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{pages::TierPages, zmtp::Endpoint};
 
-/// The engine's default.
+/// The engine's default size of the host's pool, as a multiple of the device's.
 const HICACHE_RATIO_DEFAULT: f64 = 2.0;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +22,8 @@ pub struct PublisherInfo {
     pub publishers: Result<PublisherAddresses, String>,
 }
 
-/// Returns 0 if the engine keeps no KV in the host's memory.
+/// Returns the tokens in the host's pool of one rank, where a token takes `token_bytes` bytes, if
+/// that is known. Returns 0 if the engine keeps no KV in the host's memory.
 #[must_use]
 pub fn host_tokens(info: &Value, device_tokens: u64, token_bytes: Option<u64>) -> u64 {
     if info.get("enable_hierarchical_cache").and_then(Value::as_bool) != Some(true) {
@@ -66,6 +67,7 @@ enum Sockets {
         rank0_port: u16,
         /// On this port, rank 0 sends old messages again when asked.
         rank0_replay_port: Option<u16>,
+        /// Other hosts reach the ports.
         is_exposed: bool,
     },
     /// Unix sockets. The engine offers them only without data parallelism.

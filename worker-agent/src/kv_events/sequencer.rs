@@ -2,7 +2,7 @@
 //!
 //! The engine publishes its messages, numbered from 0, on a subscription (*live*), and sends the
 //! latest ones again on a separate socket when the agent asks for a *replay*, from a given number
-//! on.
+//! on. If a queue on the way is full, messages are lost.
 
 use std::collections::BTreeMap;
 
@@ -134,8 +134,8 @@ impl<T> Sequencer<T> {
             return steps;
         }
         if let Some(number) = self.first_held_number() {
-            // Otherwise the engine may have sent the missing message after the request, so a
-            // further replay can still bring it.
+            // If the replay was not for a gap, the engine may have sent the missing message after
+            // the request, so a further replay can still bring it.
             if replay.is_for_known_gap && replay.from == self.next_to_apply {
                 self.skip_lost(number, &mut steps);
             }

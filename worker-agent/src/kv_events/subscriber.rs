@@ -49,6 +49,7 @@ pub(super) struct Subscriber {
     tree_requested_at: Option<Instant>,
     /// When a replay was last requested, or its latest message came.
     replay_active_at: Instant,
+    /// Rejected events were logged.
     has_warned: bool,
 }
 
@@ -143,7 +144,8 @@ impl Subscriber {
         if let Err(error) = self.carry_out(steps, &mut replay_socket).await {
             return ControlFlow::Continue(error);
         }
-        // `None` after a quiet period, so that one leads to only one replay.
+        // `None` from a quiet period's replay until the next message, so that one quiet period
+        // leads to only one replay.
         let mut last_message_at = Some(Instant::now());
         loop {
             let deadline = self.replay_deadline(last_message_at);
@@ -271,7 +273,7 @@ impl Subscriber {
     }
 }
 
-/// Never returns without a replay socket.
+/// `None` at the replay's end. Never returns without a replay socket.
 async fn next_replayed(
     replay_socket: &mut Option<Connection>,
 ) -> Result<Option<(u64, Vec<u8>)>, Error> {

@@ -85,6 +85,7 @@ pub enum Incoming {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
+    /// `host:port`.
     Tcp(String),
     /// A name that begins with `@` is in the abstract namespace.
     Ipc(String),

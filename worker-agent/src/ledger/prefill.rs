@@ -1,27 +1,28 @@
 //! Measures how many prompt tokens a rank of the engine computes per second (its prefill rate).
 //!
-//! The sums of tokens and times over all samples are scaled down when they get large, so old
-//! intervals lose weight. The rate is meant for long prompts: every forward pass has a fixed cost,
-//! so short prompts look slow, and an interval with more tokens has more weight. No I/O, no clock.
+//! The rate is the sum of the computed tokens divided by the sum of the engine's times for them,
+//! over the intervals between samples. Large sums are scaled down, so old intervals lose weight.
+//! The rate is meant for long prompts: every forward pass has a fixed cost, so short prompts look
+//! slow, and an interval with more tokens has more weight. No I/O, no clock.
 
 use std::time::Instant;
 
 use proto::count::COUNT_MAX;
 
-/// Fewer tokens measure mostly the fixed cost of a pass. At 20,000 tokens/s, 256 tokens take 13 ms,
-/// and the fixed cost may be 10 ms.
+/// An interval with fewer tokens is ignored: it measures mostly the fixed cost of a pass. At 20,000
+/// tokens/s, 256 tokens take 13 ms, and the fixed cost may be 10 ms.
 const INTERVAL_TOKENS_MIN: u64 = 256;
 /// One disturbed short interval must not determine the rate alone.
 const REPORTED_TOKENS_MIN: u64 = 1024;
 /// An engine's first prompt may take ten times as long as others, because the engine compiles
 /// kernels meanwhile.
 const REPORTED_INTERVALS_MIN: u32 = 2;
-/// Until then, the engine may be warming up: an interval that is [`WARM_UP_FACTOR`] times as fast
-/// as those before it replaces them.
+/// Until so many tokens were measured, the engine may be warming up: an interval that is
+/// [`WARM_UP_FACTOR`] times as fast as those before it replaces them.
 const WARM_UP_TOKENS: u64 = 1 << 15;
 const WARM_UP_FACTOR: u128 = 2;
-/// After this many tokens, an interval's weight is about a third. These are a few long prompts, so
-/// that a single one doesn't determine the rate.
+/// Larger sums are scaled down to this. After this many tokens, an interval's weight is about a
+/// third. These are a few long prompts, so that a single one doesn't determine the rate.
 const TOKENS_SUM_MAX: u64 = 1 << 17;
 /// The engine counts microseconds. Scaling rounds the time's sum: in femtoseconds, that changes the
 /// rate by less than one token per second.
@@ -34,6 +35,7 @@ pub struct PrefillRate {
     tokens_sum: u64,
     busy_fs_sum: u128,
     intervals: u32,
+    /// Since the engine started, up to [`WARM_UP_TOKENS`]; never scaled down.
     measured_tokens: u64,
     measured_at: Option<Instant>,
 }

@@ -18,6 +18,7 @@ const CONNECT_MAX: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct BootstrapProbe {
+    /// `None` if the engine has no bootstrap server.
     address: Option<(String, u16)>,
     next_at: Option<Instant>,
     /// `None` before the first probe.

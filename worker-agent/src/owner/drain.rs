@@ -45,7 +45,9 @@ pub enum Ending {
 pub struct DrainState {
     /// True also if the agent stops.
     pub is_draining: bool,
+    /// Inside the engine.
     pub turns_running: u32,
+    /// In the agent.
     pub turns_queued: u32,
     pub sessions: u32,
 }

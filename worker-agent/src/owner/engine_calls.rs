@@ -30,7 +30,8 @@ use crate::{
 /// returns. The engine counts from the start of a turn, so the margin is longer than any turn.
 const ENGINE_IDLE_MARGIN: Duration = Duration::from_secs(24 * 3600);
 
-/// After one or two steps of the engine, the abort of the turn has had its effect.
+/// Before the shim is asked again about a session whose turn had not ended. After one or two steps
+/// of the engine, the abort of that turn has had its effect.
 const INSPECTION_PAUSE: Duration = Duration::from_millis(20);
 
 /// The disk may have been full. A write takes less than a millisecond.
@@ -48,7 +49,7 @@ pub(super) struct Inspection {
 pub(super) struct EngineCalls {
     pub(super) engine: EngineClient,
     journal: Journal,
-    /// `None` if the journal is complete.
+    /// When to write again, and why that failed before; `None` if the journal is complete.
     journal_retry: Option<(Instant, String)>,
     metrics: Metrics,
     mailbox: mpsc::Sender<OwnerMessage>,
@@ -181,7 +182,8 @@ impl EngineCalls {
         true
     }
 
-    /// Sessions of the engine process `instance` that were not handed over are closed.
+    /// Takes up the sessions that the last agent process handed over, and closes the others that it
+    /// left open in the engine process `instance`.
     pub(super) fn take_over(&mut self, table: &mut Table, instance: &str) {
         let is_same_engine = self.journal.is_about(instance);
         let open_incarnations = self.journal.incarnations_left_open(instance);
@@ -221,6 +223,7 @@ fn read_moment() -> Moment {
     Moment { unix_ms: unix_ns() / 1_000_000, boot: BootTime::read() }
 }
 
+/// Returns whether the engine answered.
 async fn abort_turn(engine: &EngineClient, rid: &str) -> bool {
     // In the engine, turns of the Responses API have this prefix. Which turns these are isn't known
     // here, so both ids are aborted.

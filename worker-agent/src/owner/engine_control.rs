@@ -1,7 +1,8 @@
 //! Keeps what operators and trainers have done to the engine: pauses, released memory, weights.
 //!
 //! While the engine is paused, lacks its memory or gets other weights, the session table holds
-//! turns back, and the engine counts neither as silent nor as stuck.
+//! turns back, and the engine counts neither as silent nor as stuck. The owner task hears of each
+//! control call before it is sent, and after its answer.
 
 use std::{collections::BTreeSet, time::Instant};
 
@@ -36,6 +37,7 @@ pub(super) struct EngineControl {
     releases_running: u32,
     released: BTreeSet<&'static str>,
     label: Option<WeightsLabel>,
+    /// When a control call set the label.
     label_set_at: Option<Instant>,
     weights: watch::Sender<Weights>,
 }
@@ -118,7 +120,7 @@ impl EngineControl {
         }
     }
 
-    /// Returns whether the label is a new one.
+    /// Takes the label that a control call has left.
     fn set_label(&mut self, label: WeightsLabel, set_at: Instant) {
         self.label_set_at = Some(set_at);
         self.label = Some(label);

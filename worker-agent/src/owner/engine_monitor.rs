@@ -25,7 +25,7 @@ use crate::{
 };
 
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// A single slow answer isn't a crash.
+/// So many in a row mean that the engine is down: a single slow answer isn't a crash.
 const FAILED_SAMPLES_MAX: u32 = 3;
 
 /// Others may change the label of the weights.

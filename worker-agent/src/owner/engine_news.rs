@@ -119,6 +119,7 @@ impl Owner {
         self.apply_hold();
     }
 
+    /// Any earlier engine process has ended.
     fn set_engine_capacity(&mut self, info: &EngineInfo) {
         let capacity = self.reporter.ledger.set_engine(info, self.offer(info).offered);
         self.metrics.set_pin_budgets(capacity.ranks.iter().map(|rank| rank.pin_tokens_max));

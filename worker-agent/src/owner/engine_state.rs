@@ -16,6 +16,7 @@ use crate::engine::{
 };
 
 pub(super) struct EngineState {
+    /// `None` if no engine process is known. Stays set while a known process can't take turns.
     info: Option<Box<EngineInfo>>,
     /// Turns need it while their bodies are read.
     served_model: Option<Arc<str>>,

@@ -96,8 +96,8 @@ impl SessionSnapshot {
         Some(removed)
     }
 
-    /// Returns at least `count_min` sessions, if there are so many, and where the page ends; `None`
-    /// if no session is left after it.
+    /// Returns at least `count_min` sessions and few more, if there are so many, and where the page
+    /// ends; `None` if no session is left after it.
     #[must_use]
     pub fn page(
         &self,
@@ -123,6 +123,7 @@ impl SessionSnapshot {
     }
 }
 
+/// Keeps the order of the digests.
 fn shard_index(digest: u64) -> usize {
     usize::from(digest.to_be_bytes()[0])
 }

@@ -43,6 +43,7 @@ const REPORT_INTERVAL_MIN: Duration = Duration::from_millis(20);
 pub(super) struct ShimAbilities {
     /// `None` if the agent doesn't trim full histories.
     pub trim_sglang_version: Option<String>,
+    /// Sorted.
     pub functions_off: Vec<FunctionOff>,
 }
 
@@ -77,7 +78,7 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    /// The first load report says that the engine is unhealthy for this reason.
+    /// The first load report has this `unhealthy_reason`.
     pub(super) fn new(
         setup: ReporterSetup,
         turns_queued_per_session_max: u32,
@@ -150,7 +151,7 @@ impl Reporter {
         mut health: AgentHealth,
     ) {
         let gpus = self.gpus.snapshot();
-        // A failed GPU stops the engine too, so it is the cause.
+        // A failed GPU stops the engine too, so the GPU is the cause.
         health.unhealthy_reason = gpus.unhealthy_reason.clone().or(health.unhealthy_reason);
         let queues = self.setup.staged_prefill_queues.as_ref().filter(|_| health.runs_whole_turns);
         let mut report = self.ledger.report(now, table, &gpus, self.setup.report_interval, health);

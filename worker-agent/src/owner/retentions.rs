@@ -27,7 +27,8 @@ pub(super) struct ShimWords {
 #[derive(Debug)]
 struct Word {
     safety: PinSafety,
-    /// A shim that has connected since the present engine process was found is of that process.
+    /// The shim has connected since the present engine process was found. Otherwise it may be of
+    /// the process before.
     is_of_process: bool,
 }
 
@@ -37,7 +38,7 @@ impl ShimWords {
         self.said.insert(hello.dp_rank, word);
     }
 
-    /// The shim's hooks stay in the engine, so its word still holds.
+    /// The word of a shim of this process still holds, because its hooks stay in the engine.
     pub(super) fn disconnect(&mut self, dp_rank: u32) {
         if self.said.get(&dp_rank).is_some_and(|word| !word.is_of_process) {
             self.said.remove(&dp_rank);

@@ -33,6 +33,7 @@ pub(super) struct Shims {
     tasks: Tasks,
     /// The ranks whose shim works, and whether it can demote sessions.
     connected: HashMap<u32, bool>,
+    /// Has every rank with a connected shim, also an inert one.
     functions_off: BTreeMap<u32, Vec<FunctionOff>>,
     pub(super) words: ShimWords,
     pub(super) check: ShimCheck,
@@ -45,6 +46,7 @@ impl Shims {
         Self { handle, gpus, tasks, connected, functions_off, words, check }
     }
 
+    /// Returns whether the shim works.
     pub(super) fn connect(&mut self, table: &mut Table, hello: &Hello) -> bool {
         let Hello { pid, dp_rank, sglang, shim, undemotable_reason: undemotable, .. } = hello;
         self.gpus.set_scheduler(Scheduler {
@@ -92,6 +94,7 @@ impl Shims {
         ShimAbilities { trim_sglang_version, functions_off }
     }
 
+    /// Returns whether it was time for the check.
     pub(super) fn run_check(&mut self, now: Instant, ranks: usize) -> bool {
         let was_waiting = self.check.next_deadline().is_some();
         self.check.run_deadline(now, self.connected.len(), ranks);

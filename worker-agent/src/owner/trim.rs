@@ -85,7 +85,8 @@ impl TrimmerLink {
         table.handle_question(now(), question, &plan);
     }
 
-    /// `None` means outside any session. An answer that nobody waits for has no effect.
+    /// The turn may run in `incarnation`; `None` means outside any session. An answer that nobody
+    /// waits for has no effect.
     pub(super) fn answer_question(
         &self,
         question_id: u64,

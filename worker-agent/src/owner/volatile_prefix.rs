@@ -12,13 +12,14 @@ use tracing::{debug, warn};
 
 use crate::metrics::Metrics;
 
-/// There is one for each place, because a client or gateway behaves alike in all its sessions.
+/// One warning for each place in a prompt: a client or gateway behaves alike in all its sessions.
 const WARNED_PLACES_MAX: usize = 16;
 
 #[derive(Default)]
 pub(super) struct PrefixWarnings(HashSet<Option<PromptPlace>>);
 
 impl PrefixWarnings {
+    /// Called once per session and place. Only the first one at a place is a warning.
     pub(super) fn report(&mut self, key: &SessionKey, prefix: VolatilePrefix, metrics: &Metrics) {
         let place = prefix.place;
         let role = place.map_or("prompt", |place| place.role.as_str());

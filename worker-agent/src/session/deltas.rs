@@ -31,7 +31,8 @@ impl Session {
         self.turns.finished == 0 && self.history.tokens == 0 && self.turns.in_progress() == 0
     }
 
-    /// This client may not know a history that full histories made.
+    /// Called when a client opens the session. The client may not know a history that full
+    /// histories made, so with such a history the session keeps refusing deltas.
     pub(super) fn open_for_deltas(&mut self) {
         if self.client.deltas == Deltas::Refused && self.is_fresh() {
             self.client.deltas = Deltas::Allowed;
@@ -57,7 +58,8 @@ pub(super) fn check_turn(
     let starts_over =
         !claim.delta && (shim_trims || session.has_auto_retention()) && may_replace_history;
     match &session.state {
-        // Before the check for other turns (`Error::Busy`), as it exists only for its running turn.
+        // Before the check for other turns (`Error::Busy`): a closing session exists only for its
+        // running turn.
         State::Closing(_) => return Err(Error::Closing),
         _ if starts_over => {}
         State::Gone { reason: GoneReason::EngineRestarted, tree }
@@ -88,7 +90,8 @@ pub(super) fn check_turn(
     let has_history =
         has_finished_turns || (session.history.tokens > 0 && guards.is_on(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
-    // This client believes that the session has no history. A full history is right in any case.
+    // The client of such a delta believes that the session has no history. A full history is right
+    // in both cases.
     if has_finished_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }

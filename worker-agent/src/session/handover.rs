@@ -62,15 +62,16 @@ pub struct HandedSession {
     pub(super) sharing: Sharing,
     #[serde(deserialize_with = "count::read")]
     pub(super) turns_finished: u64,
-    /// Up to the hand-over.
+    /// The time without a turn up to the hand-over.
     pub(super) idle_ms: u64,
     pub(super) idle_ms_max: u64,
     #[serde(deserialize_with = "count::read")]
     pub(super) history_tokens: u64,
     pub(super) client: ClientHistory,
+    /// The digest of the session that started this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) parent: Option<u64>,
-    /// `None` if that isn't known.
+    /// Which KV the session has; `None` if that isn't known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) kv: Option<KvIdentity>,
     /// The same for all sessions.

@@ -22,7 +22,8 @@ use service::{
 
 use super::handover::{HANDOVER_VERSION, HandedSession, Handover, Moment};
 
-/// The file is rewritten beyond this many lines per open incarnation and [`LINES_KEPT_MAX`].
+/// The file is rewritten when it has more than this many lines per open incarnation, and more than
+/// [`LINES_KEPT_MAX`] lines.
 const LINES_PER_INCARNATION_MAX: usize = 8;
 const LINES_KEPT_MAX: usize = 4096;
 
@@ -54,6 +55,7 @@ pub enum Record {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenIncarnation {
     pub dp_rank: u32,
+    /// The newest turn, which may still run.
     pub rid: Option<String>,
 }
 

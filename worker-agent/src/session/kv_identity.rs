@@ -1,8 +1,9 @@
 //! Names what the KV of a turn depends on besides its tokens and the weights, as one small value.
 //!
 //! The engine keeps the KV of requests with other adapters, cache salts or extra keys apart, but it
-//! appends a turn to a streaming session whatever the turn names. The value holds hashes, no text.
-//! A name doesn't tell whether its adapter was replaced; `table::adapters` handles that.
+//! appends a turn to a streaming session whatever the turn names. So the table compares the value
+//! of each turn with that of its session's KV. The value holds hashes, no text. A name doesn't tell
+//! whether its adapter was replaced; `table::adapters` handles that.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};

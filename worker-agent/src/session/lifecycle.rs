@@ -92,7 +92,8 @@ pub(super) enum State {
     InTree(Tree),
     /// The session closes when its last running turn has ended.
     Closing(Kv),
-    /// The engine has nothing. The session stays to tell its client why. `tree`: not pinned.
+    /// The engine has nothing. The session stays to tell its client why. `tree` is set if the
+    /// session is not pinned.
     Gone { reason: GoneReason, tree: Option<Tree> },
 }
 
@@ -108,7 +109,7 @@ pub(super) enum Kv {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Row {
     pub(super) resident_tokens: u64,
-    /// The most when the running turn ends, history included.
+    /// What the session may hold when its running turn ends, history included.
     pub(super) reserved_tokens: u64,
     /// A turn whose end the agent did not see, so it may still be inside the engine.
     pub(super) lost_rid: Option<String>,

@@ -8,23 +8,26 @@
 use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// 16 bytes each. Coding agents begin with 1 to 4 system blocks, which leaves about a dozen to
-/// messages. Also the most messages that are visited, and content blocks of each.
+/// The most blocks that are kept of a prompt, 16 bytes each. Coding agents begin with 1 to 4 system
+/// blocks, which leaves about a dozen to messages. The reader of bodies also visits at most so many
+/// messages, and so many content blocks of each.
 pub const BLOCKS_MAX: usize = 16;
-/// About 4,096 tokens from the beginning of a prompt's text.
+/// A difference in this many first bytes of a prompt's text (about 4,096 tokens) counts as early.
 const EARLY_BYTES_MAX: usize = 16 * 1024;
 /// Coding agents send 20 to 100 KiB.
 const TOOLS_BYTES_MAX: usize = 64 * 1024;
-/// Blocks after the first [`EARLY_BYTES_MAX`] only show whether two prompts are one conversation.
+/// The most bytes that are compared of a late block: one after the first [`EARLY_BYTES_MAX`] bytes,
+/// which only shows whether two prompts belong to the same conversation.
 const LATE_BYTES_MAX: usize = 4 * 1024;
 /// One equal late message block is enough to recognize the conversation. The others are kept
 /// because a client may edit its newest message.
 const LATE_BLOCKS_MAX: usize = 3;
 /// In a prompt without blocks, a difference within this many tokens counts as early.
 const EARLY_TOKENS_MAX: u64 = 4096;
-/// Random texts at one place may begin with the same few tokens, so the index varies so much.
+/// Token indices that differ by no more count as one place. Random texts at one place may begin
+/// with the same few tokens, so the index of the first difference varies.
 const SAME_PLACE_TOKENS_MAX: u64 = 16;
-/// Turns in a row must differ at one place before the agent reports the place.
+/// So many turns in a row must differ at one place before the agent reports the place.
 const STREAK_TURNS_MIN: u64 = 3;
 
 /// A [`PromptPlace`] in three bytes instead of twelve.
@@ -51,6 +54,7 @@ pub struct PromptStart {
     blocks: Vec<Block>,
     /// Bytes of text in the blocks, at most [`EARLY_BYTES_MAX`]. Excludes `tools`.
     early_bytes: usize,
+    /// Whether the body holds only the end of the prompt, because the engine has the rest.
     is_continued: bool,
 }
 
@@ -60,6 +64,7 @@ pub struct PrefixTracker {
     conversation_blocks: Vec<Block>,
     /// Of the longest prompt of another conversation since the session's own has grown.
     other_blocks: Vec<Block>,
+    /// Of the newest prompt to those before.
     relation: Relation,
     streak: Option<Streak>,
     volatile_prefix: Option<VolatilePrefix>,
@@ -67,8 +72,10 @@ pub struct PrefixTracker {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Relation {
+    /// Only the shim can compare the prompt.
     #[default]
     NoBlocks,
+    /// The early blocks are equal.
     Same,
     /// Same conversation, but the early block at this place differs.
     Changed(Place),
@@ -96,7 +103,7 @@ impl Block {
 }
 
 impl PromptStart {
-    /// The engine has the rest of such a prompt, so it belongs to its session.
+    /// Of a prompt whose body holds only its end: it shows no blocks, and belongs to its session.
     #[must_use]
     pub fn continued() -> Self {
         Self { is_continued: true, ..Self::default() }
@@ -178,7 +185,8 @@ impl PrefixTracker {
         self.volatile_prefix
     }
 
-    /// Records a full history. Returns a volatile prefix once, when it is found.
+    /// Records a full history that goes to the engine. Returns a volatile prefix once, when it is
+    /// found.
     pub fn record_prompt_start(&mut self, start: PromptStart) -> Option<VolatilePrefix> {
         if start.blocks.is_empty() {
             self.relation = Relation::NoBlocks;

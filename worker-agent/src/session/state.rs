@@ -23,6 +23,7 @@ pub struct Session {
     /// Tells this session from earlier ones with the same key.
     pub(super) generation: u64,
     pub(super) state: State,
+    /// The weights epoch in which the session's KV began.
     pub(super) kv_epoch: u64,
     pub(super) chooser: Chooser,
     pub(super) sharing: Sharing,
@@ -106,6 +107,7 @@ pub(super) struct ClientHistory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct MeasuredHistory {
+    /// From the turn's body.
     #[serde(deserialize_with = "count::read")]
     pub(super) prompt_tokens_bound: u64,
     /// With the answer if the turn ran.

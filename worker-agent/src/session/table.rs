@@ -5,6 +5,9 @@
 //! another part or the table, but for adding [`Effects`]. Rules need several parts, so they are
 //! functions of [`Table`], by topic.
 //!
+//! A turn goes through [`Table::claim`], before its body is read, then [`Table::admit`],
+//! [`Effect::Admitted`] or [`Effect::Refused`], and [`Table::end_turn`] if it was admitted.
+//!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
 //! - Pinned sessions leave some rows free. Their KV stays within the pin budget even if every
@@ -93,6 +96,7 @@ pub struct Table {
     /// Why the engine counts as silent; `None` while it speaks.
     silent_reason: Option<String>,
     weights: WeightsState,
+    /// When the first turn that waits for its session's history has waited long enough.
     history_awaited_until: Option<Instant>,
 }
 
@@ -144,8 +148,9 @@ impl Table {
         table
     }
 
-    /// Closes a session when its running turns have ended. Returns true if it is still in the
-    /// table, for them or for the engine's answer to its open.
+    /// Closes a session, now or when its running turns have ended. Returns true if it is still in
+    /// the table, for them or for the engine's answer to its open. A session that is already
+    /// closing counts as unknown.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         self.begin_close(now, key)?;
         self.process_queue(now);
@@ -164,7 +169,7 @@ impl Table {
         if only_if_idle && has_turns { Err(Error::Busy) } else { self.close_session(now, key) }
     }
 
-    /// Decides on no waiting ticket.
+    /// As [`Self::close_session`], but decides on no waiting ticket.
     fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
         match session.state {
@@ -185,6 +190,7 @@ impl Table {
         Ok(())
     }
 
+    /// Closes all sessions. Running turns end first.
     pub fn drain(&mut self, now: Instant) {
         self.refuse_waiting(now, &Error::Stopping);
         let keys = self.sessions.keys(|_| true);

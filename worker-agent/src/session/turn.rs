@@ -11,6 +11,7 @@ pub struct Turn {
     pub dp_rank: u32,
     /// The most KV tokens that the turn may add to its pinned session; `None` outside of one.
     pub growth_tokens_max: Option<u64>,
+    /// At the turn's admission.
     pub weights_epoch: u64,
     /// `None` while the shim must first compare the prompt with the session's history.
     pub run_mode: Option<RunMode>,
@@ -88,15 +89,19 @@ pub struct Need {
     pub answer_tokens: Option<u64>,
     /// Prompts times answers to each, which run side by side. 0 counts as 1.
     pub sequences: u32,
-    /// A batch over its client's share counts as the share: it generates nothing, so it ends soon.
+    /// Whether a batch over its client's share counts as the share and runs, because it generates
+    /// nothing and so ends soon.
     pub is_clamped_batch: bool,
+    /// What the client expects, if it says so. No bound.
     pub likely_answer_tokens: Option<u64>,
     /// Whether `prompt_tokens` is exact, because the body holds token ids.
     pub is_exact: bool,
     /// With `ignore_eos`, the engine reserves room for the longest answer.
     pub ignores_eos: bool,
-    /// As the turn's sender says. The engine doesn't compute these tokens, but they need room too.
+    /// Leading prompt tokens in the engine's cache, as the turn's sender says (usually a router).
+    /// The engine doesn't compute them, but they need room too.
     pub resident_tokens: u64,
+    /// Which KV the turn can continue. No bound.
     pub kv: KvIdentity,
 }
 
@@ -131,14 +136,17 @@ pub struct Usage {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
+    /// Without usage if the route doesn't report it.
     Finished(Option<Usage>),
     /// Finished, but the client had disconnected and doesn't know the answer.
     Unheard(Option<Usage>),
+    /// The engine acknowledged the abort.
     Aborted,
     /// Before it ran, or it never reached the engine.
     Refused,
     /// Given up without an answer. A part of the turn may have become history.
     Partial,
+    /// The agent did not see the end of the turn.
     Lost,
 }
 
@@ -165,7 +173,8 @@ pub enum RouteTurns {
     DeltasAndHistories,
     /// Only if the shim trims them. On such a route, only the engine makes tokens of the prompt.
     FullHistories,
-    /// As [`Self::FullHistories`], but only a shim that trims can add a tag outside pinned KV.
+    /// As [`Self::FullHistories`], and the body has no place for a tag: outside pinned KV, only a
+    /// shim that trims can add one.
     HistoriesTaggedByShim,
     Nothing,
 }

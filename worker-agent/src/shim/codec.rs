@@ -78,6 +78,7 @@ pub enum Error {
 pub(super) enum ShimMessage {
     /// Sent only once.
     Hello(Box<Hello>),
+    /// Sent after each step in which something changed.
     Update(Box<Update>),
     Audited(AuditReply),
 }
@@ -139,7 +140,7 @@ impl ShimCommand {
     }
 }
 
-/// The last frame may be incomplete.
+/// Bytes that were read and not decoded; the last frame may be incomplete.
 #[derive(Debug, Default)]
 pub(super) struct Frames {
     buffer: Vec<u8>,
@@ -150,6 +151,7 @@ impl Frames {
         self.buffer.extend_from_slice(bytes);
     }
 
+    /// `None` if the next frame is incomplete.
     pub(super) fn take_message<M: DeserializeOwned>(&mut self) -> Result<Option<M>, Error> {
         let Some(length_bytes) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length_bytes);

@@ -24,7 +24,8 @@ const HELLO_WAIT_MAX: Duration = Duration::from_secs(5);
 /// A shim's update has about 200 bytes, and more for each session.
 const READ_BYTES_MAX: usize = 64 << 10;
 
-/// Buffers the reports until the receiver takes them. Pure.
+/// One kind of peer, and the state of a connection with it. Buffers the reports until the receiver
+/// takes them. Pure.
 pub(super) trait Protocol: Sized + Send + 'static {
     /// Names the listening task in logs.
     const NAME: &'static str;

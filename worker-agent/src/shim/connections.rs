@@ -64,7 +64,7 @@ impl Connections {
         self.0.borrow().get(&dp_rank).map(|peer| peer.info.clone())
     }
 
-    /// Returns false if the listener has ended.
+    /// Waits until a peer connects or disconnects. Returns false if the listener has ended.
     pub(super) async fn changed(&mut self) -> bool {
         self.0.changed().await.is_ok()
     }

@@ -23,7 +23,7 @@ use super::{Error, codec::ShimCommand, connections::Connections};
 pub struct Trimmer {
     /// The pid of the engine's first process, in its own pid namespace.
     pub pid: u32,
-    /// The kernel reports it. `None` if the process isn't visible in the agent's namespace.
+    /// The same process, as the kernel reports it; `None` if the agent's namespace lacks it.
     #[serde(skip)]
     pub pid_in_agent_namespace: Option<u32>,
     /// Random bytes that tell this engine process from every other.
@@ -62,8 +62,8 @@ pub struct PlanReport {
     /// 0 unless the plan is `Trimmed` or `Retokenized`. The engine will count this many prompt
     /// tokens beyond `committed_tokens`.
     pub appended_tokens: u32,
-    /// 0 if the trimmer didn't examine the prompt. If the prompt is too long for the session, this
-    /// is what the engine would count, if that is more.
+    /// Of the whole prompt; 0 if the trimmer didn't examine it. For a prompt that is too long for
+    /// the session, the engine's own count if that would be more.
     pub prompt_tokens: u32,
     pub session: String,
     pub rid: String,
@@ -89,9 +89,9 @@ pub struct TrimHandle {
 }
 
 impl TrimHandle {
-    /// In `session`, the prompt may have at most `tokens_max` tokens; with `None`, the turn runs
-    /// unchanged. Waits for room in the queue of commands: each waiting turn has one question, so
-    /// few wait.
+    /// The trimmer plans the turn again, in `session`, where the prompt may have at most
+    /// `tokens_max` tokens; with `None`, the turn runs unchanged. Waits for room in the queue of
+    /// commands: each waiting turn has one question, so few wait.
     pub async fn answer(
         &self,
         question: u64,

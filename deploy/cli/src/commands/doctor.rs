@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// Counts where there is no terminal.
+/// The width of output that goes to no terminal.
 const COLUMNS_DEFAULT: usize = 80;
 /// The columns before the lines of a finding.
 const INDENT: usize = 9;

@@ -31,7 +31,7 @@ impl<'a> PagedList<'a> {
         Self { router, path, filter: String::new(), member, after: None, read_after: 0 }
     }
 
-    /// Reads entries that were not read yet.
+    /// Reads all entries that were not read yet, and returns the last `limit` of them.
     pub async fn read_newest(&mut self, limit: usize) -> Result<Vec<Value>, Error> {
         let mut entries = vec![];
         for _ in 0..PAGES_MAX {

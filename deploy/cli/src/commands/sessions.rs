@@ -90,7 +90,7 @@ fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
     ])
 }
 
-/// The sessions have the form of the router's answers.
+/// Returns sessions of all owners, in the form of the router's answers.
 async fn read_from_agent(
     target: &TargetArgs,
     mut client: AgentClient,

@@ -35,6 +35,7 @@ pub struct RouterClient {
     authorization: Option<HeaderValue>,
 }
 
+/// An answer of the router, whatever its status.
 #[derive(Debug)]
 pub struct Answer {
     pub status: StatusCode,
@@ -66,7 +67,7 @@ impl RouterClient {
         Self::at(args, "--router", &args.router, authorization)
     }
 
-    /// The argument `flag` names the port.
+    /// A client of any port. `flag` is the argument that gave `url`.
     pub fn at(
         args: &TargetArgs,
         flag: &str,
@@ -193,7 +194,7 @@ pub fn encode(text: &str) -> String {
     encoded
 }
 
-/// The key is of the file, or of `BERTH_KEY`.
+/// The key is that of the file, or of `BERTH_KEY` if no file is named.
 pub fn read_key(key_file: Option<&Path>) -> Result<Option<HeaderValue>, Error> {
     let (key, path) = match key_file {
         Some(path) => {

@@ -63,7 +63,7 @@ pub fn settings(agent: &AgentPlan, paths: &Paths, wishes: &Wishes) -> String {
     text
 }
 
-/// Flags as they are given, with what each costs.
+/// The flags as they are given, each with what its lack costs.
 #[must_use]
 pub fn missing_flags(agent: &AgentPlan) -> Vec<(String, &'static str)> {
     let port = agent.kv_events_port;

@@ -33,6 +33,7 @@ pub struct EngineProcess {
     pub environment: Option<EngineEnvironment>,
 }
 
+/// By `CUDA_VISIBLE_DEVICES`, `CUDA_DEVICE_ORDER` and `BERTH_SHIM_SOCKET`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EngineEnvironment {
     pub visible_devices: Option<String>,

@@ -21,6 +21,7 @@ pub enum SortKey {
     /// Most KV first.
     #[default]
     Tokens,
+    /// Most turns first.
     Turns,
     /// Used last first.
     Idle,
@@ -78,7 +79,7 @@ pub enum Key {
 pub struct Answers {
     pub fleet: Fleet,
     pub sessions: FleetSessions,
-    /// `Err` says why there are none.
+    /// Those since the last round; `Err` says why there are none.
     pub placements: Result<Vec<Placement>, String>,
 }
 

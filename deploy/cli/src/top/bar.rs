@@ -6,8 +6,8 @@ use crate::api::PoolParts;
 pub const PARTS: [(&str, char); 5] =
     [("pinned", '█'), ("locked", '▓'), ("running", '▒'), ("evictable", '░'), ("free", '·')];
 
-/// Has the order of [`PARTS`]. The cells add up to `width`. A part that isn't empty has a cell as
-/// long as there are enough.
+/// Cells of each part, in the order of [`PARTS`]; together `width`. A part that isn't empty has a
+/// cell as long as there are enough.
 #[must_use]
 pub fn cells(parts: &PoolParts, width: usize) -> [usize; 5] {
     let tokens = [parts.pinned, parts.locked, parts.running, parts.evictable, parts.free];

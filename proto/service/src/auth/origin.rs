@@ -57,7 +57,7 @@ pub fn is_of_unknown_page(headers: &HeaderMap) -> bool {
 }
 
 /// For a port that is for other programs of its host alone. `hosts` are names by which they may
-/// call it, besides those of the host. The error says why not.
+/// call it, besides those of the host. The error says why the request isn't served.
 pub fn check_no_browser(headers: &HeaderMap, hosts: &[String]) -> Result<(), &'static str> {
     let host = headers.get(header::HOST).map(HeaderValue::as_bytes);
     // No attacker can have a name without a dot, such as a host's own in its network.

@@ -102,6 +102,7 @@ impl Signer {
         Hello::new(self.tokens.load())
     }
 
+    /// Takes the answer to a hello on the control port, from whichever agent answers there.
     pub fn accept(&self, hello: &Hello, answer: ProveResponse) -> Result<(), Error> {
         self.store(hello.check(answer)?);
         Ok(())

@@ -1,6 +1,7 @@
 //! Remembers which numbers the routers' requests had, so that an agent takes no proof twice. Pure.
 //!
-//! The requests of one router reach an agent out of order: each may wait for a connection. If there
+//! The requests of one router reach an agent out of order: each may wait for a connection. So it is
+//! kept which of the last [`NUMBERS`] of each router were seen; older ones are refused. If there
 //! are too many routers, the one that was silent for longest is forgotten, and with it every
 //! unknown router that said hello no later: it must say hello again. Only proofs that are not
 //! forged get here.

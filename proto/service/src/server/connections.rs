@@ -63,6 +63,7 @@ pub(super) struct Begun<H> {
 /// All open connections of a port. `H` is what the caller needs to close a connection.
 #[derive(Debug)]
 pub(super) struct ConnectionTable<H> {
+    /// Usual places, of which one peer gets at most `per_peer_max`.
     places_max: usize,
     per_peer_max: usize,
     connections: HashMap<ConnectionId, Connection<H>>,
@@ -75,6 +76,7 @@ pub(super) struct ConnectionTable<H> {
     idle_by_peer: BTreeSet<(Peer, IdleOrder)>,
     /// Idle connections with a reserve place, longest idle first.
     idle_in_reserve: BTreeMap<IdleOrder, ConnectionId>,
+    /// The last number given to a connection, or to the begin of an idle time.
     last_number: u64,
 }
 
@@ -84,6 +86,7 @@ type IdleOrder = u64;
 #[derive(Debug, Clone, Copy)]
 enum Room {
     Free,
+    /// That of an idle connection, which gives way.
     Of(ConnectionId),
 }
 
@@ -179,7 +182,8 @@ impl<H> ConnectionTable<H> {
         self.idle.get(order).copied()
     }
 
-    /// Since when the connection is idle that a new one of `peer` would close, if any.
+    /// Since when the connection is idle that a new one of `peer` would close; `None` if it would
+    /// close none.
     pub(super) fn closes_idle_since(&self, peer: Peer) -> Option<Instant> {
         let id = match self.usual_room(peer) {
             Some(Room::Free) => return None,
@@ -202,7 +206,8 @@ impl<H> ConnectionTable<H> {
         }
     }
 
-    /// Frees a usual place, if that can be. The inner value is the connection to close.
+    /// Frees a usual place if all are taken; `None` if none can be freed. The inner value is the
+    /// connection to close.
     fn make_room(&mut self, peer: Peer) -> Option<Option<H>> {
         Some(match self.usual_room(peer)? {
             Room::Free => None,
@@ -221,7 +226,7 @@ impl<H> ConnectionTable<H> {
         evicted
     }
 
-    /// Frees a reserve place, if that can be. The inner value is the connection to close.
+    /// As [`Self::make_room`], in the reserve.
     fn make_room_in_reserve(&mut self) -> Option<Option<H>> {
         if self.has_free_reserve() {
             return Some(None);

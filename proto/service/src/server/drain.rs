@@ -1,8 +1,8 @@
 //! Decides when a client reads its answer too slowly to be waited for. Pure.
 //!
 //! While an answer that waits for its client holds a turn of the engine, or memory that others
-//! need, the client owes a number of bytes for each second. It is cut off when it owes more than a
-//! whole grace time demands.
+//! need, the client owes a number of bytes for each second, less those that it reads. It is cut off
+//! when it owes more than a whole grace time demands.
 
 use std::time::{Duration, Instant};
 

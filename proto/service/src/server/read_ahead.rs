@@ -33,6 +33,7 @@ use crate::clock::now;
 /// About what a buffered frame's place in the queue, and its reference to memory, take.
 const FRAME_OVERHEAD_BYTES: usize = 128;
 
+/// The memory for waiting answers, of all ports of a process.
 #[derive(Debug, Clone)]
 pub struct AnswerBuffers {
     used_bytes: Arc<AtomicUsize>,
@@ -85,7 +86,8 @@ struct State {
     buffers: AnswerBuffers,
 }
 
-/// The lock is never contended: the task of the connection alone polls its users.
+/// Shared by hyper's body and the connection's task. That task polls both, so the lock is never
+/// contended.
 #[derive(Debug)]
 pub(super) struct Answer {
     state: Mutex<State>,
@@ -137,6 +139,7 @@ impl ReadAheadBody {
 }
 
 impl Answer {
+    /// To call before hyper runs, which may poll the body.
     pub(super) fn clear_awaited(&self) {
         self.is_awaited.store(false, Ordering::Relaxed);
     }

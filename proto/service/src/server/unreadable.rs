@@ -60,10 +60,12 @@ pub(super) struct Requests(Arc<RequestState>);
 
 #[derive(Debug, Default)]
 struct RequestState {
+    /// Requests whose answers' bodies have not ended.
     open: AtomicUsize,
     /// Whether hyper may still have bytes of an answer. It takes a short body whole, and drops it
     /// before it writes the first byte.
     is_unflushed: AtomicBool,
+    /// Of the newest request. `dropped_body` is that body, once the service has dropped it.
     is_body_unread: AtomicBool,
     dropped_body: Mutex<Option<Incoming>>,
     is_look_due: AtomicBool,
@@ -254,6 +256,7 @@ pub(super) struct RefusalIo<I> {
     drain: Option<Drain>,
 }
 
+/// How much longer the bytes after a refused request are read.
 struct Drain {
     /// When the drain ends, however many bytes come.
     end: Instant,

@@ -52,6 +52,7 @@ pub(super) enum DropReason {
     QueueFull,
     /// The collector could not be reached, was late, or refused the request.
     ExportFailed,
+    /// The collector took the request without this span.
     Rejected,
 }
 

@@ -34,7 +34,7 @@ impl SpanQueue {
     }
 }
 
-/// A part of a turn's way. Empty, and without effect, if the turn isn't traced.
+/// A part of a turn's way, until the drop. Empty, and without effect, if the turn isn't traced.
 #[derive(Debug, Default)]
 pub struct Span(Option<Box<OpenSpan>>);
 
@@ -43,6 +43,7 @@ struct OpenSpan {
     queue: Arc<SpanQueue>,
     clock: WallClock,
     began_at: Instant,
+    /// `None` only during the drop.
     record: Option<SpanRecord>,
 }
 

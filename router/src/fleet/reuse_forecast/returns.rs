@@ -70,6 +70,7 @@ impl ReturnEstimator {
         self.ended_counts[class_of(idle_time)] += 1.0;
     }
 
+    /// Does nothing while the estimate is recent. `idle_times` are of sessions that are idle now.
     pub(in crate::fleet) fn update_estimate(
         &mut self,
         idle_times: impl Iterator<Item = Duration>,

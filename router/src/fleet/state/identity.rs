@@ -50,6 +50,7 @@ impl State {
         is_first.then_some(why)
     }
 
+    /// Rejects agents that are up but no longer as announced. Returns their slots, and why.
     pub(super) fn reject_impostors(&mut self, now: Instant) -> Vec<(usize, String)> {
         let mut rejected = vec![];
         for agent_index in 0..self.view.agents.len() {

@@ -19,7 +19,7 @@ use crate::{
 /// that is written anew, or an answer of DNS without all addresses, is usually complete by then.
 const LEAVING_TIME_MIN: Duration = Duration::from_secs(5);
 
-/// Agents announce themselves later.
+/// Those that list agents soon after the start. Agents announce themselves later.
 pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
     let table = &config.discovery;
     let sources = [
@@ -31,6 +31,7 @@ pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
 }
 
 impl State {
+    /// Returns the slots of the agents that are rejected now, and why.
     pub fn apply_news(&mut self, news: SourceNews, now: Instant) -> Vec<(usize, String)> {
         self.silent_sources.remove(&news.source);
         if let Some(list) = news.list {

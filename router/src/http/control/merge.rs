@@ -1,8 +1,9 @@
 //! Makes one answer of the answers of several agents to a control call. Pure.
 //!
-//! Trainers check for status 200, so it is 200 only if every agent succeeded. The body has the
-//! members on which all answers agree, as a single engine would answer, and under `workers` each
-//! agent's status and body. The answer of a single agent passes unchanged.
+//! Trainers check for status 200, so it is 200 only if every agent succeeded. If all failed alike,
+//! it is theirs, and else 502. The body has the members on which all answers agree, as a single
+//! engine would answer, and under `workers` each agent's status and body. The answer of a single
+//! agent passes unchanged.
 
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, header};

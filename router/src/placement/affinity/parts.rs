@@ -15,7 +15,7 @@ pub struct Claimed {
 #[derive(Debug)]
 pub struct OpenAnswer {
     pub session: Arc<Session>,
-    /// When the agent answered. Sessions that an earlier process opened are gone.
+    /// The agent's epoch when it answered. Sessions that an earlier process opened are gone.
     pub epoch: Option<u64>,
     pub answered_at: Instant,
 }

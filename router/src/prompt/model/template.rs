@@ -22,6 +22,7 @@ use super::{
 /// steps.
 const STEPS_MAX: u64 = 2_000_000;
 const TEMPLATE_NAME: &str = "chat";
+
 #[derive(Debug)]
 pub(super) struct Template {
     environment: Environment<'static>,

@@ -2,7 +2,8 @@
 //!
 //! A [`Model`] cuts a text into segments at *marks*, special tokens such as `<|im_start|>`, and
 //! caches the blocks of the segments. So it tokenizes only the new text of a growing conversation.
-//! This module doesn't check that the engine has the same tokenizer.
+//! This module doesn't check that the engine has the same tokenizer: `prompt::models` passes in the
+//! engine's own files.
 
 #[cfg(test)]
 mod tests;
@@ -215,7 +216,7 @@ impl Model {
     }
 }
 
-/// `None` if there is no memory now.
+/// `None` if there is no memory now; `Some(None)` if it isn't bounded.
 fn take_memory(text_prompt: &TextPrompt<'_>, segment: &str) -> Option<Option<Share>> {
     match text_prompt.memory {
         None => Some(None),

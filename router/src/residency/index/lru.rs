@@ -85,6 +85,7 @@ impl Lru {
         self.link_run(new, link);
     }
 
+    /// The run must be in the list.
     pub(super) fn remove(&mut self, run: RunId) {
         let Link { older, newer } = std::mem::take(&mut self.links[run as usize]);
         match older {

@@ -86,6 +86,7 @@ impl Slots {
         self.ended_flags[usize::from(slot)]
     }
 
+    /// `is_empty` says whether the tree no longer contains a slot.
     pub(super) fn free_ended(&mut self, is_empty: impl Fn(u16) -> bool) {
         for (slot, is_ended) in (0..NO_SLOT).zip(&mut self.ended_flags) {
             if *is_ended && is_empty(slot) {

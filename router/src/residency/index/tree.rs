@@ -128,6 +128,7 @@ impl Run {
         (self.blocks.get(index) == Some(&block)).then_some(index)
     }
 
+    /// Number of blocks before the first group that begins in this run.
     fn ungrouped_len(&self) -> usize {
         let ungrouped_len = (GROUP_BLOCKS - self.depth as usize % GROUP_BLOCKS) % GROUP_BLOCKS;
         ungrouped_len.min(self.blocks.len())
@@ -149,6 +150,7 @@ impl Run {
         })
     }
 
+    /// Number of leading blocks that at least one holder has.
     fn held_len(&self) -> usize {
         let host = self.host.as_ref().map_or(0, |host| host.longest_prefix_len());
         usize::from(self.device.longest_prefix_len().max(host))

@@ -1,5 +1,7 @@
 //! Records how many leading blocks of a run each worker has, for the tree of resident blocks.
 //!
+//! Here, a *holder* is a slot that has leading blocks of the run. Its *prefix length* is how many.
+//!
 //! Most runs have one to four holders, but a shared system prompt can be on all workers. So the
 //! representation depends on the number of holders.
 
@@ -73,6 +75,7 @@ impl WorkerSet {
         self.longest_prefix_len() == 0
     }
 
+    /// `slot_count` is the number of all slots in the tree.
     pub(super) fn set(&mut self, slot: u16, prefix_len: u16, slot_count: usize) {
         match self {
             Self::Inline(inline) => {

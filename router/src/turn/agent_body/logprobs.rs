@@ -37,7 +37,7 @@ pub(in crate::turn) fn has_error(answer: &[u8]) -> bool {
     objects(answer).any(is_error)
 }
 
-/// Returns the answer itself, or the data of its events.
+/// Returns the JSON objects in an answer: itself, or the data of its events.
 fn objects(answer: &[u8]) -> impl Iterator<Item = &[u8]> {
     let whole = Some(answer).filter(|answer| answer.first() == Some(&b'{'));
     let stream = if whole.is_some() { &[][..] } else { answer };

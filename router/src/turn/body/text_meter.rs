@@ -28,12 +28,13 @@ pub(super) struct TextMeter {
     media_depth: Option<usize>,
 }
 
+/// Where the next byte stands; in a string, with the number of its bytes that were read.
 #[derive(Debug, Clone, Copy, Default)]
 enum Place {
     #[default]
     Outside,
-    /// Bytes of the string that were read.
     String(usize),
+    /// After a backslash in a string.
     Escape(usize),
 }
 

@@ -10,7 +10,7 @@ use super::{Error, SessionService, decide};
 use crate::placement::session_status::SessionStatus;
 
 impl SessionService {
-    /// Returns when the engine has done that, also if the session was demoted before.
+    /// Returns when the engine has demoted the session, also if it was demoted before.
     pub(crate) async fn demote(&self, key: &SessionKey) -> Result<(), Error> {
         let status = self.directory.status_after_reconnect(key).await;
         let view = self.directory.view();

@@ -24,6 +24,8 @@ const PLAN_WAIT_AFTER_ANSWER_MAX: Duration = Duration::from_millis(500);
 /// A route that answers before tokenization sends only a few events.
 const EARLY_FRAMES_MAX: usize = 16;
 
+/// Keeps the frames that come meanwhile. `None` if it is not known in time how the turn runs.
+///
 /// After an error of the engine the plan doesn't matter, except for a turn that `must_continue` its
 /// session's history: the shim may have refused it and so caused the error.
 pub(super) async fn wait<B: http_body::Body<Data = Bytes> + Unpin>(

@@ -33,6 +33,7 @@ pub(super) fn read_kv_identity(
                 };
                 (adapter, text(object, "cache_salt")?, text(object, "extra_key")?)
             }
+            // This route has no other of the keys.
             Kind::Messages => (adapter_in(text(object, "model")?, served_model)?, None, None),
             // This route takes an adapter's name, and runs the model without the adapter.
             Kind::Responses => (None, text(object, "cache_salt")?, text(object, "extra_key")?),

@@ -26,8 +26,8 @@ impl StringStart {
     }
 }
 
-/// Reads up to a backslash or the string's end. Returns the read bytes, and whether the string
-/// ended.
+/// Reads up to a backslash or the string's end. Returns how many bytes were read, and whether the
+/// string ended.
 pub(super) fn scan_string(
     bytes: &[u8],
     is_escaped: &mut bool,

@@ -17,7 +17,8 @@ use super::{
 };
 use crate::config::selector::PciAddress;
 
-/// `known_devices` were listed before NVML was reloaded.
+/// Each GPU is followed by its slices. `known_devices` were listed before NVML was reloaded; those
+/// that can't be reached any more are included.
 pub(in crate::gpu) fn list_devices<'n>(
     nvml: &'n Nvml,
     known_devices: &[Identity],

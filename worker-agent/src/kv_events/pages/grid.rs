@@ -26,10 +26,12 @@ impl Grid {
         self.page_tokens == self.block_tokens
     }
 
+    /// In a prompt's first `pages` pages.
     pub(super) fn tokens_in(&self, pages: usize) -> u64 {
         pages as u64 * self.page_tokens as u64
     }
 
+    /// Within a prompt's first `pages` pages.
     pub(super) fn blocks_ended_in(&self, pages: usize) -> usize {
         pages * self.page_tokens / self.block_tokens
     }

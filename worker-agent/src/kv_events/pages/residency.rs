@@ -89,7 +89,8 @@ impl Pages {
         ranges
     }
 
-    /// A range has a run and block indexes in it.
+    /// Returns the resident blocks that contain tokens of `pages`: runs, each with a range of block
+    /// indexes in it.
     fn resident_block_ranges(
         &self,
         run: RunId,

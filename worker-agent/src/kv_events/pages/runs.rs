@@ -159,6 +159,7 @@ impl Pages {
         (run != ROOT).then(|| self.run(run).next_sibling)
     }
 
+    /// `pages` are indexes in `from`.
     fn move_entries(&mut self, from: RunId, pages: Range<usize>, to: RunId) {
         let Self { runs, table, .. } = self;
         let content = &runs[from as usize];
@@ -171,7 +172,8 @@ impl Pages {
         }
     }
 
-    /// The longer part keeps the run's id, because each page of the other needs a new table entry.
+    /// Returns the head and the tail. The longer one keeps the run's id, because each page of the
+    /// other needs a new table entry.
     pub(super) fn split(&mut self, run: RunId, head_len: usize) -> (RunId, RunId) {
         let len = self.run(run).pages.len();
         debug_assert!(0 < head_len && head_len < len, "both parts have pages");
@@ -223,9 +225,9 @@ impl Pages {
         }
     }
 
-    /// Goes from the end of `run` back into its parents, up to a resident page, a run that has
-    /// children, or the root. A page that isn't resident is kept if a tracked page follows it,
-    /// because the position of the following page depends on it.
+    /// Removes pages that are resident in no tier, from the end of `run` back into its parents, up
+    /// to a resident page, a run that has children, or the root. A page that isn't resident is kept
+    /// if a tracked page follows it, because the position of the following page depends on it.
     pub(super) fn prune(&mut self, run: RunId) {
         let mut run = run;
         while run != ROOT && self.run(run).first_child == ROOT {
@@ -265,6 +267,7 @@ impl Pages {
         self.lists_bytes = self.lists_bytes + content.bytes() - bytes_before;
     }
 
+    /// The run has no pages any more.
     fn remove_leaf(&mut self, run: RunId) {
         self.unlink(run);
         self.take_content(run);
@@ -278,6 +281,7 @@ impl Pages {
         taken
     }
 
+    /// The run at this id is empty before.
     fn put_content(&mut self, run: RunId, content: Run) {
         self.lists_bytes += content.bytes();
         *self.run_mut(run) = content;
@@ -314,6 +318,7 @@ impl Run {
         tail
     }
 
+    /// `other` begins where this run ends.
     fn absorb(&mut self, other: Self) {
         self.pages.reserve_exact(other.pages.len());
         self.pages.extend(other.pages);

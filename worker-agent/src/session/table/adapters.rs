@@ -1,7 +1,8 @@
 //! Keeps pinned sessions from continuing KV of an adapter that the engine has loaded anew.
 //!
 //! Another may take an adapter's place under the same name, and the KV of the first is wrong for
-//! it. A running turn ends first: the engine unloads an adapter only when no request uses it.
+//! it. So a load or unload closes each pinned session with KV of that name. A running turn of it
+//! ends first: the engine unloads an adapter only when no request uses it.
 
 use std::{collections::BTreeSet, time::Instant};
 
@@ -43,6 +44,7 @@ impl Table {
         self.debug_check();
     }
 
+    /// Only at rest, if the adapter of the session's KV was loaded or unloaded since.
     pub(super) fn close_without_adapter(&mut self, now: Instant, key: &SessionKey) {
         let Some(session) = self.sessions.get(key) else { return };
         if session.history.is_adapter_gone && session.may_continue_kv() {

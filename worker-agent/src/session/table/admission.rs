@@ -3,7 +3,8 @@
 //! A turn of a pinned session reserves the KV that it may grow to. If that doesn't fit and no room
 //! can be reclaimed, the turn is refused, or runs as a plain turn (on the radix tree) if the agent
 //! pinned the session on its own. A plain turn is never refused for what it might need. It waits in
-//! order while the engine couldn't run it anyway.
+//! order while the engine couldn't run it anyway, and is refused only if it waited too long or the
+//! queue is full.
 
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
@@ -40,6 +41,7 @@ struct PlainTurn {
     must_line_up: bool,
     /// As many turns are inside this rank of the engine as may be.
     at_turn_limit: bool,
+    /// The share of the engine that the turn's principal has used up.
     at_share: Option<TurnShare>,
 }
 
@@ -67,7 +69,8 @@ impl Table {
         true
     }
 
-    /// Principals take turns: the one with the fewest turns inside the engine comes first.
+    /// Principals take turns: the one with the fewest turns inside the engine comes first, with its
+    /// oldest ticket.
     pub(super) fn process_queue(&mut self, now: Instant) {
         self.history_awaited_until = None;
         if self.hold_reason().is_some() {
@@ -376,6 +379,7 @@ impl Table {
         self.send_turn(now, rid, turn, Run::Pinned { had_no_kv, trim });
     }
 
+    /// `in_session`: the turn runs in its session if that is pinned.
     fn describe_turn(&self, ticket: &Ticket, in_session: bool) -> Turn {
         let session = ticket.key().map(|key| (key, &self.sessions[key]));
         let turn_session = session.map(|(key, session)| TurnSession {
@@ -435,7 +439,7 @@ impl Table {
         self.effects.push(Effect::Refused { rid: rid.to_owned(), error });
     }
 
-    /// Also carries out the close of its session that the ticket asked for, if it did.
+    /// The ticket must not be inside the engine. A close that its turn asked for still happens.
     pub(super) fn forget_ticket(&mut self, now: Instant, rid: &str) {
         let Some(ticket) = self.tickets.remove(rid) else { return };
         self.tickets.orphan_followers(&ticket);

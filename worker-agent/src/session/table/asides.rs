@@ -2,13 +2,14 @@
 //!
 //! An *aside* is a full history of another conversation: a coding agent asks for a title in its
 //! main session, say. An aside runs on the radix tree, takes no place in its session, and changes
-//! nothing that the agent knows of its history. A client that shortens its conversation begins
-//! another too: its first turn runs as an aside, and the next, which continues it, is the
+//! nothing that the agent knows of the session's history. A client that shortens its conversation
+//! begins another too: its first turn runs as an aside, and the next, which continues it, is the
 //! session's. If only asides come, one runs as a turn of the session, and the shim compares it: the
 //! session's conversation may be over.
 //!
-//! A turn beside a running one of the same conversation computes the KV again that the session has
-//! since its pin. So it first waits about as long as that takes: the wait at most doubles its cost.
+//! The KV that a session computed since its pin is not in the radix tree, so a turn beside a
+//! running one of the same conversation computes it again. So the turn first waits about as long as
+//! that takes: the wait at most doubles what the turn costs.
 
 use std::time::{Duration, Instant};
 
@@ -19,13 +20,14 @@ use super::{
     tickets::{Stage, Ticket},
 };
 
-/// A prompt with at most this part of the history's tokens can't continue the history.
+/// A prompt with fewer tokens than the history's divided by this can't continue the history.
 const ASIDE_DIVISOR: u64 = 4;
 /// Titles before, during and after a turn, and suggestions of the user's next message, are fewer.
 const ASIDES_IN_A_ROW_MAX: u32 = 8;
 /// Few engines exceed this with long prompts. A lower rate makes turns wait longer than needed.
 const PREFILL_TOKENS_PER_SECOND: u64 = 10_000;
-/// The shim tokenizes the prompt ahead, and may ask the agent and wait two seconds.
+/// For the shim's plan of the turn ahead. The shim tokenizes that turn's prompt, and may ask the
+/// agent and wait two seconds for the answer.
 const PLAN_WAIT_MAX: Duration = Duration::from_millis(2_500);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

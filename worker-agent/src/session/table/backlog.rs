@@ -50,6 +50,7 @@ impl Table {
             (Some(session), Some(Trim::Planned { prompt_tokens, .. })) => {
                 prompt_tokens.saturating_sub(session.resident_tokens())
             }
+            // The shim removes the tokens that the session has from a full history.
             (Some(session), Some(Trim::Awaited(_) | Trim::Refused)) => {
                 sent_tokens.saturating_sub(session.resident_tokens())
             }

@@ -4,7 +4,8 @@ use proto::id::SessionKey;
 
 use super::{Error, Guard, Need, Table, reclaim::Shortage};
 
-/// What the engine reserves for an answer that may end early. SGLang has the same constant.
+/// The most that the engine reserves for an answer that may end early, before it starts the turn.
+/// SGLang has the same constant.
 const ANSWER_TOKENS_AHEAD: u64 = 4096;
 
 impl Table {
@@ -18,6 +19,7 @@ impl Table {
         room_beside_turn.min(pool_tokens.saturating_sub(self.engine.page_tokens + 1))
     }
 
+    /// The most that a pinned session may hold after a turn in it.
     pub(super) fn kv_target_tokens(&self, key: &SessionKey, need: Need, is_delta: bool) -> u64 {
         let (session, guards) = (&self.sessions[key], self.settings.guards);
         if !guards.is_on(Guard::GrowthReserved) {
@@ -40,7 +42,8 @@ impl Table {
             .min(context_tokens)
     }
 
-    /// As the engine asks: whole prompt pages, what it reserves for the answer, and over one page.
+    /// What must be free before the engine starts a plain turn: the prompt in whole pages, what it
+    /// reserves for the answer, and more than one page beyond.
     pub(super) fn free_tokens_needed(&self, need: Need) -> u64 {
         let (context_tokens, page_tokens) = (self.engine.context_tokens, self.engine.page_tokens);
         let prompt_tokens = need.prompt_tokens.min(context_tokens);
@@ -53,7 +56,8 @@ impl Table {
         self.round_to_pages(prompt_tokens) + answer_tokens + page_tokens + 1
     }
 
-    /// One more pinned session would use a reserved row, or exceed the rows of pinned ones.
+    /// `None` if a row is free: one more pinned session would use no reserved row, and pinned ones
+    /// would hold no more than they may.
     pub(super) fn row_shortage(&self, dp_rank: u32) -> Result<Option<Shortage>, Error> {
         let capacity = self.capacity(dp_rank)?;
         let guards = self.settings.guards;

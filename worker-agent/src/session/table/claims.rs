@@ -73,7 +73,8 @@ impl Table {
         }
     }
 
-    /// Their orders. Only where turns run one after the other does a next one count on them.
+    /// The orders of running turns that their clients have given up. Only where turns run one after
+    /// the other does a next one count on them.
     fn abandoned_turns(&self, session: &Session) -> impl Iterator<Item = u64> {
         let may_have = session.turns.running > 0 && session.sharing != Sharing::Shared;
         may_have.then(|| self.tickets.abandoned_of(session.generation)).into_iter().flatten()
@@ -87,7 +88,8 @@ impl Table {
         requested_rank: Option<u32>,
         route_turns: RouteTurns,
     ) -> Result<(), Error> {
-        // A delta relies on the session's history, so it must not bring an empty session instead.
+        // A delta relies on the session's history, so it must not replace a session that can't
+        // continue by an empty one.
         self.remove_if_unusable(key, claim.open && !claim.delta);
         if !self.sessions.has(key) {
             if claim.delta && !claim.open {
@@ -130,14 +132,14 @@ impl Table {
             if claim.open {
                 session.open_for_deltas();
             }
-            // The turns that run at the same time continue. The first that is claimed while no
-            // other runs or waits makes the session exclusive.
+            // If a client opens a session whose turns run at the same time, these continue. The
+            // first that is claimed while no other runs or waits makes the session exclusive.
             session.sharing.update(claim.open, turns_before == 0);
         });
         Ok(())
     }
 
-    /// Its rank no longer exists, or the session can't continue and a client opens it again.
+    /// Unusable: its rank no longer exists, or it can't continue and a client opens it again.
     fn remove_if_unusable(&mut self, key: &SessionKey, is_opened_again: bool) {
         let rank_count = self.engine.ranks.len();
         let Some(session) = self.sessions.get(key) else { return };
@@ -149,8 +151,9 @@ impl Table {
         }
     }
 
-    /// [`super::Effect::Admitted`] or [`super::Effect::Refused`] with the id `rid` follows. A
-    /// session that is already open keeps its history. One that can't continue is replaced.
+    /// Opens a session without a turn. [`super::Effect::Admitted`] or [`super::Effect::Refused`]
+    /// with the id `rid` follows. A session that is already open keeps its history. One that can't
+    /// continue is replaced.
     pub fn open_session(
         &mut self,
         now: Instant,

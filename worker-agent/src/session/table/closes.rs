@@ -14,10 +14,12 @@ use super::{CloseRequest, CloseResult, Effect, Effects, Row, held::Held};
 /// A shorter pause would gain little: the engine handles deferred closes only once a second.
 const CLOSE_PAUSE_MIN: Duration = Duration::from_millis(250);
 const CLOSE_PAUSE_MAX: Duration = Duration::from_secs(5);
-/// Nobody waits for a tag, and an engine may answer an error for thousands.
+/// Nobody waits for a tag, and there may be thousands, for all of which an engine may answer an
+/// error.
 const TAG_PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// The engine's HTTP server takes one after the other, each within some 2 ms.
+/// The most that are with the engine at once. Its HTTP server takes one after the other, each
+/// within some 2 ms.
 const PINNED_SENT_MAX: usize = 32;
 /// Each turn that comes meanwhile waits behind these in the engine's HTTP server, so there are few.
 /// They still pass at more than 500 a second.
@@ -53,7 +55,8 @@ pub(super) struct Close {
     is_kept_by_engine: bool,
 }
 
-/// `is_inherited`: an earlier agent process opened the incarnation, which holds `row` meanwhile.
+/// `row`: what the incarnation holds until it is closed. `is_inherited`: an earlier agent process
+/// opened it.
 #[derive(Debug, Clone)]
 enum Kind {
     Pinned { dp_rank: u32, row: Option<Row>, is_inherited: bool },
@@ -310,6 +313,7 @@ impl Closes {
         begun_at + self.stuck_after <= now
     }
 
+    /// Those that got stuck since [`Self::repeat_due`] was called.
     fn newly_stuck(&self, now: Instant) -> impl Iterator<Item = &Close> {
         let due = self.fresh.iter().take_while(move |(begun_at, _)| self.is_stuck(now, *begun_at));
         due.map(|(_, incarnation)| &self.closes[incarnation])

@@ -12,7 +12,8 @@ use super::{
 };
 
 impl Table {
-    /// The row of an earlier agent process counts until the close is confirmed.
+    /// Closes an incarnation that an earlier agent process left open, and counts its row until the
+    /// close is confirmed.
     pub fn inherit_incarnation(
         &mut self,
         now: Instant,
@@ -29,6 +30,7 @@ impl Table {
         self.debug_check();
     }
 
+    /// The engine has answered, or the shim has reported that the session is closed.
     pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
         let is_repeated = self.settings.guards.is_on(Guard::CloseRepeated);
         let is_tagged_again = self.tickets.has_tag(incarnation);
@@ -64,7 +66,7 @@ impl Table {
         }
     }
 
-    /// Keeps the session in the table as gone, so that the client's next turn is told why.
+    /// Keeps the pinned session in the table as gone, so that the client's next turn is told why.
     pub(super) fn close_as_gone(&mut self, now: Instant, key: &SessionKey, reason: GoneReason) {
         let event = match reason {
             GoneReason::Reclaimed => SessionEvent::Reclaimed,
@@ -82,6 +84,7 @@ impl Table {
         self.change_session(key, |session| session.lose(reason));
     }
 
+    /// Closes a session because the shim's answer about it did not come.
     pub(super) fn close_without_answer(&mut self, now: Instant, key: &SessionKey) {
         let reason = match self.sessions[key].state {
             State::Suspect { doubt, .. } => doubt.otherwise,

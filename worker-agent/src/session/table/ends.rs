@@ -14,7 +14,8 @@ use super::{
 };
 
 impl Table {
-    /// The caller aborts the turn, which counts as inside until the engine acknowledges its end.
+    /// The turn's client has disconnected. The caller aborts the turn, which counts as inside until
+    /// the engine acknowledges its end.
     pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
         let Some(inside) = self.tickets.inside_mut(rid) else { return };
         inside.abandoned_since.get_or_insert(now);
@@ -25,7 +26,8 @@ impl Table {
         }
     }
 
-    /// At any stage. Does nothing if the turn has already ended.
+    /// Ends a claimed turn at any stage, and closes its session if the claim asked for that. Does
+    /// nothing if the turn has already ended.
     pub fn end_turn(&mut self, now: Instant, rid: &str, outcome: Outcome) {
         if self.tickets.inside_mut(rid).is_none() {
             self.forget_ticket(now, rid);

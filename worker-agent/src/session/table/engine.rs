@@ -35,7 +35,8 @@ pub struct SessionReport {
     pub in_flight: bool,
 }
 
-/// Which part of a full session table some reports are. Changes are neither begin nor end.
+/// Which part of a full session table some reports are. Reports of changes are neither the
+/// beginning nor the end of one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TablePart {
     pub begins_table: bool,
@@ -153,8 +154,8 @@ impl Table {
         }
     }
 
-    /// The answer to the [`Effect::Inspect`](super::Effect::Inspect) with this number; `None`:
-    /// unknown.
+    /// Takes the answer to the [`Effect::Inspect`](super::Effect::Inspect) with this number.
+    /// `report` is `None` if the engine doesn't have the session.
     pub fn handle_inspection(
         &mut self,
         now: Instant,
@@ -247,7 +248,8 @@ impl Table {
         }
     }
 
-    /// Refuses what waits and what comes; turns inside the engine go on.
+    /// `reason`: the engine's process runs, but has said nothing for too long. Then the table
+    /// refuses what waits and what comes; turns inside the engine go on. `None`: it speaks.
     pub fn set_engine_silent(&mut self, now: Instant, reason: Option<String>) {
         self.silent_reason = reason;
         if let Err(error) = self.check_engine_speaks() {

@@ -2,8 +2,9 @@
 //!
 //! A pinned session is taken up as suspect: its turns wait until the shim reports the history that
 //! the last process knew. What can't be proven is closed, and the session's next turn is told.
-//! Sessions on the radix tree need no proof, because their turns send the whole conversation. After
-//! [`Table::hand_over`], the owner task makes no more changes.
+//! Sessions on the radix tree need no proof, because their turns send the whole conversation. The
+//! owner task calls [`Table::begin_handover`], then [`Table::hand_over`] once nothing is unsettled,
+//! and makes no more changes.
 
 use std::{
     cmp::Reverse,
@@ -23,7 +24,7 @@ use crate::session::{
     journal::OpenIncarnation,
 };
 
-/// The shim tries to connect to the new process once a second.
+/// How long a session waits for the shim, which tries to connect to the new process once a second.
 const TAKE_OVER_TIME_MAX: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Default)]
@@ -152,7 +153,7 @@ impl Table {
         State::Suspect { row, doubt }
     }
 
-    /// Whether one more pinned session fits. `None` if that can't be.
+    /// Whether one more pinned session fits now; `None` if it never can.
     fn has_room_for(&self, dp_rank: u32, tokens: u64) -> Option<bool> {
         let capacity = self.capacity(dp_rank).ok().filter(|rank| tokens <= rank.pool_tokens)?;
         let held = self.totals(dp_rank);

@@ -96,7 +96,7 @@ impl Principals {
         }
     }
 
-    /// Returns the shared one at rest for the longest time: of one principal, or of all.
+    /// Returns the shared session that is at rest longest: of one principal, or of all.
     pub(super) fn longest_shared_rest(&self, principal: Option<&str>) -> Option<&SessionKey> {
         let at_rest = match principal {
             None => Some(&self.shared_at_rest),
@@ -107,8 +107,8 @@ impl Principals {
         at_rest.and_then(KeysByTime::first).map(|(_, key)| key)
     }
 
-    /// Returns the one at rest for the longest time of each principal with more than `sessions`
-    /// sessions, the one with the most first.
+    /// Returns the session that is at rest longest, and since when, of each principal with more
+    /// than `sessions` sessions. The principal with the most comes first.
     pub(super) fn longest_rests_beyond(
         &self,
         sessions: usize,

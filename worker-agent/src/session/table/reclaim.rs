@@ -29,7 +29,9 @@ pub(super) enum Shortage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Requester<'a> {
     Plain,
+    /// A session that a client of this principal pins.
     Pinned(&'a str),
+    /// A turn of a session that the agent pinned on its own.
     AutoPin,
 }
 
@@ -227,8 +229,9 @@ impl Table {
         }
     }
 
-    /// For the session's owner or an operator. Returns true if it is demoted already; otherwise
-    /// [`Self::demotion_result`] tells the end. A session that the shim can't demote stays.
+    /// Demotes a session between two turns, for its owner or an operator. Returns true if it is
+    /// demoted already; otherwise [`Self::demotion_result`] tells the end. A session that the shim
+    /// can't demote stays.
     pub fn demote_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
         let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
         let may_have_turns = !self.settings.guards.is_on(Guard::ReclaimIdleOnly);

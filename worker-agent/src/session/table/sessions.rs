@@ -41,6 +41,7 @@ pub(super) struct Sessions {
     /// See [`Guard::Expiry`].
     is_expiry_on: bool,
     demote_idle: Duration,
+    /// By rank: whether its shim can.
     can_demote: Vec<bool>,
 }
 
@@ -48,6 +49,7 @@ pub(super) struct Sessions {
 pub(super) struct RankSessions {
     pub(super) sessions: u32,
     pub(super) held: Held,
+    /// An estimate of what unpinned sessions have in the radix tree.
     pub(super) tree_tokens: u64,
     pub(super) opening: usize,
     /// Sessions that close when their last running turn has ended.
@@ -262,7 +264,7 @@ impl Sessions {
         self.deadlines.until(now)
     }
 
-    /// So that a late close of the old incarnation can't close the session.
+    /// Makes a new id, so that a late close of the old incarnation can't close the session.
     pub(super) fn reincarnate(&mut self, key: &SessionKey) {
         let new_id = self.next_incarnation(key);
         let session = self.sessions.get_mut(key).expect("the caller has seen it");
@@ -279,7 +281,8 @@ impl Sessions {
         format!("{}-{}", self.incarnation_prefix, self.incarnation_count)
     }
 
-    /// Whether this agent process, or one that handed over to it, made the id.
+    /// Whether this agent process, or one that handed over to it, made the id, also for a session
+    /// that was removed.
     pub(super) fn has_made(&self, incarnation: &str) -> bool {
         let Some((prefix, _)) = incarnation.rsplit_once('-') else { return false };
         prefix == self.incarnation_prefix || self.adopted_prefixes.contains(prefix)

@@ -3,8 +3,8 @@
 //! A principal may use everything while no other wants it. What can be taken back (places in the
 //! queue, sessions of a full table, pinned rows and tokens) it gives up to one that has less
 //! (max-min fairness). Where nothing can, there is a fixed bound: the sessions of one principal,
-//! the rows of pinned sessions, and the turns inside the engine, these while another principal is
-//! active.
+//! the rows of pinned sessions, and the turns inside the engine. The bound on turns holds only
+//! while another principal is active.
 
 use std::time::{Duration, Instant};
 
@@ -86,7 +86,7 @@ impl Table {
     }
 
     /// Makes room for a ticket of `principal`, which may be in the full queue already. Refuses the
-    /// newest ticket of a principal that has more.
+    /// newest ticket of a principal that has more, and fails if none has.
     pub(super) fn make_queue_place(&mut self, now: Instant, principal: &str) -> Result<(), Error> {
         let guards = self.settings.guards;
         if !guards.is_on(Guard::QueueBound) {
@@ -181,7 +181,7 @@ pub struct PrincipalView {
     pub running: u32,
     /// The turns inside the engine that run on the radix tree.
     pub plain: u32,
-    /// Tickets, on all ranks.
+    /// The places of the tickets in the queue, on all ranks.
     pub queued: usize,
     pub rows_held: u32,
     pub is_at_share: bool,
@@ -190,6 +190,8 @@ pub struct PrincipalView {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ShareFigures {
     pub principals: usize,
+    /// Of one principal.
     pub sessions_max: usize,
+    /// Of one principal on one rank.
     pub pinned_rows_max: u32,
 }

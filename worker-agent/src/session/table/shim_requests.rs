@@ -2,8 +2,8 @@
 //!
 //! An answer repeats the number of its request, so nothing that the shim reports of itself, and no
 //! late answer, is taken for it. A shim carries out a few requests per step of its scheduler, and
-//! has a bounded queue: the others wait in line here. Only a sent request has a deadline, so a shim
-//! may take as long as it needs for all.
+//! has a bounded queue, so those beyond the limit wait in line here. Only a sent request has a
+//! deadline, so a shim may take as long as it needs for all.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -39,7 +39,7 @@ pub(super) struct ShimRequests {
 #[derive(Debug, Default)]
 struct RankRequests {
     waiting: VecDeque<WaitingRequest>,
-    /// By number: until when each counts that the shim has or will get.
+    /// By number: the requests that the shim has or will get, and until when each counts.
     sent: BTreeMap<u64, (Instant, SessionKey)>,
 }
 
@@ -98,7 +98,8 @@ impl ShimRequests {
 }
 
 impl Table {
-    /// The caller puts the request into the session's state, then has it sent.
+    /// The caller must put the request into the session's state, and then call
+    /// [`Self::send_shim_requests`].
     pub(super) fn request_of_shim(&mut self, key: &SessionKey, task: ShimTask) -> ShimRequest {
         let dp_rank = self.sessions[key].dp_rank;
         let number = self.shim_requests.add(dp_rank, key.clone(), task);
@@ -128,7 +129,7 @@ impl Table {
         }
     }
 
-    /// Another request that got no answer in time leaves its place.
+    /// Sends the requests for which a place is free, because another got no answer in time.
     pub(super) fn replace_unanswered_requests(&mut self, now: Instant) {
         for dp_rank in self.shim_requests.ranks_with_line() {
             self.shim_requests.expire(dp_rank, now);

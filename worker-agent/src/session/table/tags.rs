@@ -15,7 +15,8 @@ use super::{Guard, Record, RunMode, Table, Turn, closes::Close};
 const TAGS_CLOSING_MAX: usize = 16_384;
 
 impl Table {
-    /// Returns a record for the tag's first turn, which loses its tag if too many are being closed.
+    /// Returns the journal's record of the tag if this is its first turn. If too many tags are
+    /// being closed, the turn loses its tag instead.
     pub(super) fn begin_tag(&mut self, turn: &mut Turn) -> Option<Record> {
         let session = turn.session.as_ref()?;
         let tree = self.sessions[&session.key].state.tree()?;

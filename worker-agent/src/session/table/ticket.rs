@@ -38,7 +38,7 @@ pub(super) struct ClaimedSession {
 pub(super) enum Stage {
     /// A client, not a turn, waits until its session is open.
     AwaitsOpen,
-    /// The turn's body is being read.
+    /// The turn's body is being read. The start is empty until it is known.
     Claimed(PromptStart),
     /// The turn waits for room.
     Queued { need: Need, prompt_start: PromptStart },
@@ -53,6 +53,7 @@ pub(super) struct Inside {
     pub(super) tag: Option<String>,
     /// When the client disconnected, if the turn's end at the engine is still awaited.
     pub(super) abandoned_since: Option<Instant>,
+    /// Whether the shim has reported that the engine aborted the turn while it ran.
     pub(super) was_aborted: bool,
     /// Whether the engine has asked its model again for the same request, outside the session, as
     /// after it has called a tool of its own.
@@ -67,7 +68,7 @@ pub(super) struct Inside {
 pub(super) enum Run {
     /// On the radix tree. `large_tokens`: what the turn may need, if it is large.
     Plain { large_tokens: Option<u64> },
-    /// In its pinned session. `had_no_kv`: that held no row and KV of its own at the admission.
+    /// In its pinned session. `had_no_kv`: it held no row and KV of its own at the admission.
     Pinned { had_no_kv: bool, trim: Trim },
 }
 

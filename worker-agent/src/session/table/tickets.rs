@@ -35,7 +35,8 @@ pub(super) struct RankLoad {
     plain_sequences: u64,
     /// What each running large turn may need.
     large_tokens: Vec<u64>,
-    /// What the largest plain turn needs that waits for pinned sessions; 0 without one.
+    /// What the largest plain turn needs that waits for pinned sessions to give up room; 0 if none
+    /// waits so.
     largest_waiting_tokens: u64,
     /// An estimate: the length that the engine reported last, plus the turns sent and minus the
     /// turns ended since. `None` before its first report.
@@ -93,7 +94,7 @@ impl Tickets {
         })
     }
 
-    /// The orders of the session's turns that their clients gave up, but are still inside.
+    /// The orders of the session's turns that are still inside and that their clients gave up.
     pub(super) fn abandoned_of(&self, generation: u64) -> impl Iterator<Item = u64> {
         let abandoned = self.inside().filter(|(_, _, inside)| inside.abandoned_since.is_some());
         let sessions = abandoned.filter_map(|(_, ticket, _)| ticket.session.as_ref());
@@ -129,7 +130,8 @@ impl Tickets {
         });
     }
 
-    /// `is_aside`: the turn belongs to another conversation than its session's.
+    /// `is_aside`: the turn belongs to another conversation than its session's. Returns the start
+    /// of the turn's prompt.
     pub(super) fn enter_engine(
         &mut self,
         now: Instant,

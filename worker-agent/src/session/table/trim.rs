@@ -1,8 +1,8 @@
 //! Runs full histories in pinned sessions, so that clients without deltas can use pinned KV too.
 //!
 //! The engine appends what a turn sends to a pinned session, so the shim trims a full history.
-//! Until its plan, such a *trim turn* counts as running in its session. Then it runs there, or
-//! beside it on the radix tree.
+//! Until the shim's plan comes, such a *trim turn* counts as running in its session. Then it runs
+//! there, or beside it on the radix tree.
 
 mod must_continue;
 mod reopen;
@@ -23,10 +23,12 @@ use super::{
 };
 use crate::shim::trim::Plan;
 
-/// After a longer divergence streak, the client seems to edit what it sends, or its prompts can't
-/// be trimmed, so pinned turns cost more than those on the radix tree.
+/// After a longer divergence streak, the agent pins no session on its own: the client seems to edit
+/// what it sends, or its prompts can't be trimmed, so pinned turns cost more than those on the
+/// radix tree.
 const DIVERGENCE_STREAK_MAX: u32 = 2;
-/// After a session lost its pin or found no room. Each pin costs the engine an open and a close.
+/// The agent pins a session again only so long after it lost its pin or found no room. Each pin
+/// costs the engine an open and a close.
 const PIN_PAUSE: Duration = Duration::from_secs(30);
 
 struct TurnAwaitingPlan {
@@ -76,7 +78,7 @@ impl Table {
         self.unpin_without_close(now, key);
     }
 
-    /// Nothing of the session is open at the engine, or its close has begun.
+    /// Nothing of the session may be open at the engine, unless its close has begun.
     pub(super) fn unpin_without_close(&mut self, now: Instant, key: &SessionKey) {
         self.sessions.reincarnate(key);
         let is_tagged = self.unpinned_retention(&self.sessions[key]) == Retention::Tagged;
@@ -88,7 +90,8 @@ impl Table {
         });
     }
 
-    /// Does nothing if that would pin the session, or if it is pinned and not at rest.
+    /// Applies the retention that a client asks for, where the agent chose it so far. Does nothing
+    /// if that would pin the session, or if it is pinned and not at rest.
     pub(super) fn apply_requested_retention(
         &mut self,
         now: Instant,
@@ -228,7 +231,8 @@ impl Table {
         Some(outcome)
     }
 
-    /// What follows runs outside the session, so the client's history gets ahead of the session's.
+    /// The engine asks its model again for the request of a turn that has its plan. What follows
+    /// runs outside the session, so the client's history gets ahead of the session's.
     fn note_second_turn(&mut self, rid: &str) {
         if let Some(inside) = self.tickets.inside_mut(rid)
             && matches!(inside.trim(), Some(Trim::Planned { .. }))
@@ -335,7 +339,7 @@ impl Table {
         (self.totals(dp_rank).pinned_tokens + tokens).saturating_sub(pool_tokens)
     }
 
-    /// The turn has changed nothing in its session.
+    /// The turn must have changed nothing in its session.
     pub(super) fn undo_admission(&mut self, key: &SessionKey, had_no_kv: bool) {
         self.change_session(key, |session| {
             session.state.release_reserved();

@@ -28,11 +28,13 @@ pub(super) struct TurnShares {
 struct PrincipalTurns {
     /// Turns, and requests that wait for an open.
     tickets: usize,
+    /// The places of the tickets in the queue.
     queued: usize,
     /// By rank. A rank without such turns has no entry.
     inside: BTreeMap<u32, TurnsInside>,
 }
 
+/// In sequences.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct TurnsInside {
     pub(super) running: u32,
@@ -88,8 +90,8 @@ impl TurnShares {
         self.recent[0] = Some((Arc::clone(principal), now));
     }
 
-    /// A principal is active with a plain turn inside, or within [`ACTIVE_FOR`], or a queued
-    /// ticket.
+    /// A principal is active while it has a plain turn inside or a ticket in the queue, and for
+    /// [`ACTIVE_FOR`] after its latest plain turn was sent.
     pub(super) fn has_other(&self, principal: &str, now: Instant) -> bool {
         let was_other_active =
             |(recent, at): &(Arc<str>, Instant)| **recent != *principal && now < *at + ACTIVE_FOR;
@@ -116,7 +118,8 @@ impl TurnShares {
         longer.max_by_key(|(_, principal)| principal.queued).map(|(principal, _)| principal)
     }
 
-    /// The fewest turns inside the engine come first, with the tickets ahead in this order.
+    /// The tickets of the principal with the fewest turns inside the engine come first. Its tickets
+    /// that are ahead in this order count too.
     pub(super) fn order<'a>(
         &self,
         queue: &'a VecDeque<String>,

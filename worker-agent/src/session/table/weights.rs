@@ -20,7 +20,7 @@ pub(super) struct WeightsState {
     may_hold_kv: bool,
     /// `None` if turns go to the engine.
     hold_reason: Option<String>,
-    /// What the shim has counted; `None` before it has said so.
+    /// The changes that the shim has counted; `None` before it has said so.
     counted: Option<u64>,
     /// Changes that the agent knows of and the shim's count doesn't show yet.
     uncounted: u64,
@@ -32,6 +32,7 @@ pub(super) struct WeightsState {
 pub struct WeightsReport {
     /// Since the engine's process began.
     pub changes: u64,
+    /// Whether the engine has KV of before the last change.
     pub has_old_kv: bool,
 }
 
@@ -83,8 +84,9 @@ impl Table {
         self.weights.hold_reason.as_ref()
     }
 
-    /// Holds turns back, for example because the engine is paused. They wait as for room, and are
-    /// refused with the reason when they have waited too long. `None` lets them go on.
+    /// Holds back the turns that are not inside the engine, for example because it is paused. They
+    /// wait as for room, and are refused with the reason when they have waited too long. `None`
+    /// lets them go on.
     pub fn set_hold(&mut self, now: Instant, reason: Option<String>) {
         if self.weights.hold_reason == reason {
             return;

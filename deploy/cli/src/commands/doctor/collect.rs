@@ -287,7 +287,7 @@ fn at_port(url: &str, port: u16) -> Option<String> {
     Some(format!("http://{}:{port}", uri.host()?))
 }
 
-/// `date` has whole seconds.
+/// How far the clock of `date`, which has whole seconds, is ahead of this host's.
 fn ahead_ms(date: SystemTime) -> i64 {
     let since_1970 = date.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let theirs = i64::try_from(since_1970.as_millis()).unwrap_or(i64::MAX);

@@ -136,6 +136,7 @@ fn find_other_workers(facts: &Facts) -> Vec<Place> {
     find_other_setting(facts, "workers", |a, b| urls(a) == urls(b))
 }
 
+/// Compares each router with the first.
 fn find_other_setting(
     facts: &Facts,
     name: &str,

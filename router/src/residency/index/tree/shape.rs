@@ -87,6 +87,7 @@ impl Tree {
         run
     }
 
+    /// The caller links the run to its parent.
     fn store_run(&mut self, run: Run) -> RunId {
         self.heap_bytes += run.heap_bytes();
         if let Some(id) = self.free_ids.pop() {
@@ -231,6 +232,7 @@ impl Tree {
         }
     }
 
+    /// The run must be an empty leaf.
     fn drop_leaf(&mut self, run: RunId) {
         let parent = self[run].parent;
         self.lru.remove(run);

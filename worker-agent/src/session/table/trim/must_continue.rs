@@ -10,7 +10,7 @@ use super::{Plan, Replaced, Trim, TrimOutcome, TrimPlan, TurnAwaitingPlan};
 use crate::session::table::{Deltas, Effect, Error, MeasuredHistory, Table};
 
 impl Table {
-    /// When a turn's full history becomes the session's.
+    /// Called when a turn's full history becomes the session's.
     pub(in super::super) fn update_deltas(
         &mut self,
         key: &SessionKey,

@@ -14,9 +14,10 @@ use crate::session::table::{
     tickets::{Inside, Run},
 };
 
-/// An aside (a request for a title, say) shares less than this part of the history. Only the first
-/// of several diverging turns counts as one: if the next diverges too, the client has shortened its
-/// history. Where beginnings of prompts tell, `asides` has decided before.
+/// A diverging prompt that shares less than the history's tokens divided by this counts as an aside
+/// (a request for a title, say), and runs beside its session. Only the first of several diverging
+/// turns does: if the next diverges too, the client has shortened its history. Where the beginnings
+/// of prompts tell, `asides` has decided before.
 const ASIDE_DIVISOR: u64 = 4;
 
 impl TrimPlan {

@@ -7,12 +7,14 @@ use proto::{id::SessionKey, load::Retention};
 use super::DIVERGENCE_STREAK_MAX;
 use crate::session::table::{MeasuredHistory, Need, State, Table};
 
-/// A session that reasons at length usually does so again.
+/// At least this many times the session's longest answer is reserved, because a session that
+/// reasons at length usually does so again.
 const LONGEST_ANSWER_FACTOR: u64 = 2;
 /// What a chat template may put around what a turn adds.
 const TEMPLATE_TOKENS: u64 = 32;
-/// A pinned session holds its row while it is idle too. With a larger part of the rows, running
-/// turns would lack rows while the pool has room.
+/// The agent pins only while pinned sessions hold fewer rows than all rows divided by this. A
+/// pinned session holds its row while it is idle too: with more of them, running turns would lack
+/// rows while the pool has room.
 const AUTO_PIN_ROWS_DIVISOR: u32 = 2;
 /// English and code have 3.5 to 4.5 bytes per token. If a text has fewer, its prompt exceeds the
 /// estimate, and the shim reports its size instead of running it in the reserved room.
@@ -83,7 +85,8 @@ impl Table {
         likely_tokens.min(context_tokens).min(limit_tokens)
     }
 
-    /// Added to an earlier full history that was counted. The shim enforces this estimate.
+    /// The tokens of an earlier full history are known, those added since are estimated, and the
+    /// shim enforces the result.
     pub(super) fn full_history_tokens_max(&self, key: &SessionKey, need: Need) -> u64 {
         let prompt_tokens_max = need.prompt_tokens;
         let tokens = match self.sessions[key].client.last_measured {
