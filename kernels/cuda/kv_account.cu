@@ -8,8 +8,8 @@
 // threads nor on the shape of a launch. Page ids and list entries are never trusted: values outside
 // the pool are counted or skipped. Rows are trusted, because the host has checked them.
 //
-// A kernel whose parameters change gets another name. Otherwise a library of another release would
-// launch it with the wrong ones; by the name, the library notices that its kernel is missing.
+// A kernel whose parameters change gets another name, by which a library of another release notices
+// that its kernel is missing, and doesn't launch this one with wrong parameters.
 //
 // Blocks are one-dimensional and whole warps. All lanes of a warp must reach each sum.
 
@@ -69,7 +69,7 @@ __device__ void block_add(const u64 (&values)[N], u64* out) {
 
 // ---- Live rows: `row_blocks` blocks per row, neighbouring threads on neighbouring pages -------
 
-// The pages of a row that one thread handles: indexes in the row, from `begin` to `end`.
+// The pages of a row that one thread handles, as indexes in the row.
 struct Span {
   u64 begin, end, step;
 };
@@ -121,8 +121,8 @@ extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 row_block
   }
 }
 
-// Counts the pages of each session. The bitmap `claimed` has the pages that are already counted as
-// exclusive, so that each page counts once. `tree` is a bitmap, or null.
+// The bitmap `claimed` has the pages that are already counted as exclusive, so that each page
+// counts once. `tree` is a bitmap, or null.
 extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 row_blocks, u32 shift,
                                       u32 npages, const u32* page_list, const u32* refcnt,
                                       const u32* owner, const u32* tree, u32* claimed,
@@ -172,8 +172,7 @@ extern "C" __global__ void kv_list_to_bitmap(const i64* ids, u64 n, u32 shift, u
   block_add(sums, fault_counts);
 }
 
-// Makes bitmaps of the pages that rows reference, and of those that several sessions reference. A
-// warp computes one word from 32 neighbouring pages, read together.
+// A warp computes one word of each bitmap from 32 neighbouring pages, read together.
 extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u32 npages,
                                          u32* referenced, u32* shared) {
   const u32 lane = threadIdx.x % WARP;
@@ -191,7 +190,7 @@ extern "C" __global__ void kv_ref_bitmap(const u32* refcnt, const u32* owner, u3
   }
 }
 
-// Counts the pages in each class. A class number has three bits: free, referenced, in the tree.
+// A class number has three bits: free, referenced, in the tree.
 extern "C" __global__ void kv_classify(const u32* free, const u32* referenced, const u32* tree,
                                        const u32* shared, u32 npages, ClassifyResult* out) {
   u64 sums[10] = {};
@@ -221,15 +220,14 @@ __device__ inline u64 mix(u64 word) {
   return word ^ word >> 31;
 }
 
-// Mixes a word with the number of its buffer and its index in the page.
+// `place` is the index of the word in the page.
 __device__ inline u64 keyed(u64 word, u64 buffer, u64 place) {
   return mix(word ^ ((buffer + 1) << 32 | place) * 0x9E3779B97F4A7C15ull);
 }
 
-// Computes the digest of each page: one block per page, with 16-byte loads. Each team of `team`
-// threads reads other buffers than the other teams, because a page of one token has few bytes per
-// buffer. The engine may write to a page during the read. The caller compares only digests of
-// sealed pages.
+// One block per page, with 16-byte loads. Each team of `team` threads reads other buffers than the
+// other teams, because a page of one token has few bytes per buffer. The engine may write to a page
+// during the read. The caller compares only digests of sealed pages.
 extern "C" __global__ void kv_digest_pages(const KvBuffer* buffers, u32 nbuf, u32 team, u32 npages,
                                            const u32* pages, u32 n, u64* out) {
   const u32 teams = blockDim.x / team;

@@ -6,13 +6,6 @@
 //! The inputs are the rows of the engine's table `req_to_token` (which pages a request or session
 //! uses), its lists of free pages, and the pages of its radix tree.
 //!
-//! - [`account`] makes an audit: it copies the engine's rows and lists, and counts in the copy.
-//! - [`mod@reference`] defines what each kernel computes. Device code is tested against it.
-//! - `cuda` (feature `cuda`) runs the kernels on a GPU.
-//! - [`audit`] names the faults in a copy.
-//! - [`digest`] finds pages whose contents changed though nothing may rewrite them.
-//! - [`report`] holds the result of an audit.
-//!
 //! Values from the engine that are out of range are counted, and never used as an index or address.
 
 pub mod account;

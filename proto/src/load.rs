@@ -55,7 +55,6 @@ pub enum SessionState {
 }
 
 /// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero.
-/// Its many fields: one for each field of the wire format.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Device {
     /// The UUID that NVML reports. Without NVML, the engine's name of the device, such as `cpu`.
@@ -135,7 +134,7 @@ pub struct Rank {
     pub devices: Vec<Device>,
 }
 
-/// What an agent and its engine are. Its many fields: one for each fact that routers ask for.
+/// What an agent and its engine are.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Description {
     /// Is unique in the fleet.
@@ -167,7 +166,7 @@ pub struct Description {
     pub shim_functions_off: Vec<FunctionOff>,
 }
 
-/// A session, as its agent knows it. Its many fields: one for each fact of the report.
+/// A session, as its agent knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Session {
     pub key: SessionKey,
@@ -231,7 +230,6 @@ pub enum PromptRole {
     Other,
 }
 
-/// The load of one rank. Its many fields: one for each field of the wire format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RankLoad {
     pub dp_rank: u32,

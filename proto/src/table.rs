@@ -26,8 +26,8 @@ pub const RUNS_MAX: usize = 1 << RUN_BITS;
 /// The number of distinct values of [`Entry::place`].
 pub const PLACE_MODULUS: u32 = 1 << PLACE_BITS;
 const SHARD_BITS: u32 = 6;
-/// Number of shards. With 64, a step by which a table of ten million blocks grows moves some 150,000
-/// entries.
+/// Number of shards. With 64, a step by which a table of ten million blocks grows moves some
+/// 150,000 entries.
 const SHARD_COUNT: usize = 1 << SHARD_BITS;
 /// Spreads a key over a word: hashbrown takes a slot by the low bits, and compares the top ones.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;

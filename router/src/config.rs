@@ -39,7 +39,7 @@ use self::{
 pub const AGENTS_MAX: usize = 1024;
 
 /// All settings as they take effect: the tables of the settings file. [`Config::problems`] checks
-/// them. Its many fields: one for each table.
+/// them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {

@@ -124,7 +124,6 @@ impl StagedPrefillEnd {
     }
 }
 
-/// All handles of the router's metrics. Its many fields: one for each metric.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
     placements: Family<ReasonLabel, Counter>,

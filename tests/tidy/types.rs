@@ -94,6 +94,7 @@ fn is_product(path: &str) -> bool {
 #[test]
 fn methods_are_counted_as_rust_does() {
     let code = "impl<T: Into<u8>> Row<T> {\n    pub(crate) fn a() {\n        fn inner() {}\n    }\n\
-                \x20   const fn b() {}\n}\nimpl Drop for Row {\n    fn drop() {}\n}\nfn free() {}\n";
+                \x20   const fn b() {}\n}\n\
+                impl Drop for Row {\n    fn drop() {}\n}\nfn free() {}\n";
     assert_eq!(methods(code), [("Row".to_owned(), 2)]);
 }

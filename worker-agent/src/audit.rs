@@ -1,15 +1,8 @@
 //! Decides when each engine rank's KV pages are audited, and keeps the newest results. Pure.
 //!
 //! An *audit* finds out who uses each page of a rank's KV pool: a session, the radix tree, the free
-//! list, or none of them (the page is *leaked*). A *session* is a series of requests that share a
-//! growing prompt. A *rank* is a data parallel rank of the engine, with a pool of its own. The
-//! rank's *shim* (code in the engine's process) makes the audit, with the library of the crate
-//! `kernels`, between two steps of the engine's scheduler.
-//!
-//! [`Audits`] numbers the requests. Its caller, the agent's owner task (`owner/audit_desk.rs`),
-//! sends them to the shim and hands in the answers. Every rank is audited at an interval, and on
-//! demand. An answer also serves all earlier requests of its rank. `read` decodes an answer. This
-//! file makes no audit, and closes no session.
+//! list, or none of them (the page is *leaked*). The rank's shim makes the audit between two steps
+//! of the engine's scheduler.
 
 use std::{
     collections::BTreeMap,
@@ -50,46 +43,41 @@ const BOOKKEEPING_KINDS: [FaultKind; 9] = [
     FaultKind::BadTreeEntry,
 ];
 
-/// Returns whether one of the kinds has this name.
 fn contains_name(kinds: &[FaultKind], name: &str) -> bool {
     kinds.iter().any(|kind| kind.name() == name)
 }
 
-/// The minimum number of audits in a row that must find a fault before the engine needs a restart.
-/// A fault that passes by itself needs no restart.
+/// The engine needs a restart if at least so many audits in a row find a fault. A fault that passes
+/// by itself needs none.
 const LASTING_AUDITS_MIN: u32 = 3;
-/// The minimum time that must have passed since the first of these audits.
+/// The audits in a row must span at least this time.
 const LASTING_TIME_MIN: Duration = Duration::from_secs(20);
 
 /// The pause after an audit, as a multiple of the time that the audit took on the thread of the
 /// engine's scheduler. An audit of a large radix tree takes long, and the engine waits meanwhile.
 const PAUSE_FACTOR: u32 = 1000;
 
-/// The time limit for an answer. A step of the engine takes seconds at most, and the audit after
-/// the step takes milliseconds.
+/// A step of the engine takes seconds at most, and the audit after the step takes milliseconds.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// The result of an audit: the state of one rank's KV pool at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Audit {
     /// When the agent received the audit, some milliseconds after it was made.
     pub arrived_at: Instant,
-    /// The totals, and the faults with the sessions that they concern. The field `age_ms` is 0.
+    /// With an `age_ms` of 0, which [`Self::pages_with_age`] sets.
     pub pages: PageAudit,
-    /// The sessions that hold pages, largest first.
+    /// Largest first.
     pub sessions: Vec<SessionPages>,
 }
 
 impl Audit {
-    /// Returns the totals and the faults, with their age at `now`.
     #[must_use]
     pub fn pages_with_age(&self, now: Instant) -> PageAudit {
         let age = now.saturating_duration_since(self.arrived_at).as_millis();
         PageAudit { age_ms: u32::try_from(age).unwrap_or(u32::MAX), ..self.pages.clone() }
     }
 
-    /// Returns the ids, inside the engine, of the sessions whose KV can't be trusted. For example,
-    /// a page of the session was overwritten, or two sessions share a page by mistake.
+    /// The ids, inside the engine, of the sessions whose KV can't be trusted.
     pub fn corrupt_sessions(&self) -> impl Iterator<Item = &str> {
         let corrupting =
             self.pages.faults().filter(|finding| contains_name(&CORRUPTING_KINDS, &finding.kind));
@@ -100,7 +88,7 @@ impl Audit {
             .filter(|id| !id.is_empty())
     }
 
-    /// Returns the totals and the faults for a load report, which contains no session names.
+    /// A load report contains no session names.
     #[must_use]
     pub fn load_report_pages(&self, now: Instant) -> PageAudit {
         let mut pages = self.pages_with_age(now);
@@ -109,81 +97,68 @@ impl Audit {
     }
 }
 
-/// Why an audit is not available.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The engine has no such rank, or the rank's shim is not connected.
     #[error("no shim of rank {0} is connected; put worker-agent/shim on the engine's PYTHONPATH")]
     NoShim(u32),
-    /// The shim refused, for this reason.
     #[error("the engine's pages can't be audited: {0}")]
     Refused(String),
-    /// The shim's answer can't be decoded.
     #[error("the shim's audit can't be read ({0}); install the same version of agent and shim")]
     Unreadable(String),
-    /// Too many requests are waiting for an audit.
     #[error("too many requests wait for an audit; try again")]
     Busy,
-    /// No answer came in time.
     #[error("the engine didn't answer within {} s; check its step time", ANSWER_TIME_MAX.as_secs())]
     Late,
 }
 
-/// The audits of all ranks.
 #[derive(Debug)]
 pub struct Audits {
-    /// The interval between audits. `None` if audits are made only on demand.
+    /// `None` if audits are made only on demand.
     interval: Option<Duration>,
-    /// By DP rank: the audits of each rank whose shim is connected.
+    /// By DP rank; has only ranks whose shim is connected.
     ranks: BTreeMap<u32, RankState>,
-    /// The number of the newest request, counted over all ranks.
+    /// Of the newest request, counted over all ranks.
     newest_number: u64,
 }
 
-/// The requests and results of one rank.
 #[derive(Debug)]
 struct RankState {
     /// Why the rank can't be audited; `None` if it can.
     refusal: Option<String>,
-    /// When the next periodic audit is due; `None` if audits are made only on demand.
+    /// `None` if audits are made only on demand.
     next_audit: Option<Instant>,
-    /// The unanswered requests, oldest first.
+    /// Unanswered, oldest first.
     requests: Vec<Request>,
     newest_audit: Option<Audit>,
     /// Why the latest audit failed. `None` after an audit that succeeded.
     failure: Option<Error>,
-    /// For each kind of fault, by its name: the series of audits that have found the fault. An
-    /// audit that could not check for a kind leaves the kind's entry as it is.
+    /// By the name of the fault's kind. An audit that could not check for a kind leaves the kind's
+    /// entry as it is.
     fault_streaks: BTreeMap<String, FaultStreak>,
 }
 
-/// An unanswered request for an audit.
 #[derive(Debug)]
 struct Request {
     number: u64,
-    /// When the request counts as failed.
     deadline: Instant,
 }
 
 /// Audits in a row that have found the same kind of fault.
 #[derive(Debug)]
 struct FaultStreak {
-    /// The number of these audits.
     audits: u32,
-    /// When the first of these audits arrived.
     first_arrived_at: Instant,
 }
 
 impl Audits {
-    /// Creates the state without ranks. `interval` is the time between two audits of a rank; with
-    /// `None`, audits are made only on demand.
     #[must_use]
     pub fn new(interval: Option<Duration>) -> Self {
         Self { interval, ranks: BTreeMap::new(), newest_number: 0 }
     }
 
-    /// Adds a rank whose shim has connected. `refusal` is the reason why the shim can't audit, or
-    /// `None` if it can. In that case, the rank's first periodic audit is due at once.
+    /// `refusal` is why the rank's shim can't audit. If it is `None`, the first periodic audit is
+    /// due at once.
     pub fn add_rank(&mut self, now: Instant, dp_rank: u32, refusal: Option<String>) {
         let next_audit = self.interval.filter(|_| refusal.is_none()).map(|_| now);
         let (requests, fault_streaks) = (vec![], BTreeMap::new());
@@ -193,34 +168,29 @@ impl Audits {
         self.ranks.insert(dp_rank, rank);
     }
 
-    /// Removes a rank whose shim has disconnected. The rank's requests stay unanswered.
+    /// The rank's requests stay unanswered.
     pub fn remove_rank(&mut self, dp_rank: u32) {
         self.ranks.remove(&dp_rank);
     }
 
-    /// Returns the ranks with a connected shim, in order.
+    /// In ascending order.
     pub fn ranks(&self) -> impl Iterator<Item = u32> {
         self.ranks.keys().copied()
     }
 
-    /// Notes that a rank's request failed. Returns whether the reason differs from that of the
-    /// previous failure, so that the caller doesn't log the same reason at every interval.
+    /// Returns whether the reason differs from that of the rank's previous failure, so that the
+    /// caller doesn't log the same reason at every interval.
     pub fn note_failure(&mut self, dp_rank: u32, error: &Error) -> bool {
         let Some(rank) = self.ranks.get_mut(&dp_rank) else { return true };
         rank.failure.replace(error.clone()).as_ref() != Some(error)
     }
 
-    /// Returns the newest audit of a rank.
     #[must_use]
     pub fn newest_audit(&self, dp_rank: u32) -> Option<&Audit> {
         self.ranks.get(&dp_rank)?.newest_audit.as_ref()
     }
 
-    /// Registers a request for an audit at `now`, and returns the request's number. An answer with
-    /// this number or a later one answers the request.
-    ///
-    /// # Errors
-    /// When the rank can't be audited.
+    /// Returns the request's number. An answer with this number or a later one answers the request.
     pub fn request(&mut self, now: Instant, dp_rank: u32) -> Result<u64, Error> {
         let rank = self.ranks.get_mut(&dp_rank).ok_or(Error::NoShim(dp_rank))?;
         if let Some(reason) = &rank.refusal {
@@ -233,8 +203,7 @@ impl Audits {
         Ok(self.newest_number)
     }
 
-    /// Registers a request for every rank whose periodic audit is due, and returns the ranks with
-    /// the requests' numbers. Leaves out ranks with an unanswered request.
+    /// Returns the ranks with the requests' numbers. Leaves out ranks with an unanswered request.
     pub fn request_due(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let is_due = |rank: &RankState| {
             rank.requests.is_empty() && rank.next_audit.is_some_and(|next_audit| next_audit <= now)
@@ -257,10 +226,8 @@ impl Audits {
         self.ranks.values().filter_map(due_at).min()
     }
 
-    /// Takes an answer, which also answers all earlier requests of the rank.
-    ///
-    /// # Errors
-    /// When the shim refused or its report is invalid. The previous audit is kept then.
+    /// An answer also answers all earlier requests of the rank. After an error, the rank keeps its
+    /// previous audit.
     pub fn take_answer(
         &mut self,
         now: Instant,
@@ -290,8 +257,7 @@ impl Audits {
         Ok(rank.newest_audit.insert(audit))
     }
 
-    /// Returns why the engine needs a restart, if it does. It does if at least three audits of a
-    /// rank in a row, over at least 20 s, find the same fault of the engine's bookkeeping.
+    /// `Some` if audits of a rank keep finding the same fault of the engine's bookkeeping.
     #[must_use]
     pub fn restart_reason(&self, now: Instant) -> Option<String> {
         self.ranks.iter().find_map(|(dp_rank, rank)| {
@@ -306,7 +272,7 @@ impl Audits {
         })
     }
 
-    /// Removes the requests that were not answered in time. Returns their ranks and numbers.
+    /// Removes and returns the ranks and numbers of requests that were not answered in time.
     pub fn take_late(&mut self, now: Instant) -> Vec<(u32, u64)> {
         let mut late = vec![];
         for (&dp_rank, rank) in &mut self.ranks {

@@ -80,7 +80,7 @@ pub struct Args {
     pub check_config: bool,
 }
 
-/// The settings in effect. Its many fields: one for each table of the settings file.
+/// The settings in effect.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {

@@ -1,23 +1,8 @@
 //! Runs Berth's worker agent: one process that keeps the sessions of one SGLang engine beside it.
 //!
-//! A *session* is a chain of turns that share a growing prefix, and a *turn* is one request and its
-//! answer. The agent gets turns from routers and passes them to the engine, keeps sessions' KV in
-//! the engine, accounts for the KV pool, and reports to routers. `main.rs` calls [`run`].
-//!
-//! A turn takes this path:
-//! 1. If its router asked for it, [`staged_prefill`] has computed most of the prompt before.
-//! 2. [`data_port::turn`] claims the turn's session from the [`owner`] task, whose [`session`]
-//!    table decides whether the turn may run.
-//! 3. [`data_port::request`] adds Berth's keys to the body, and [`engine`] sends the turn.
-//! 4. [`data_port::response_scanner`] scans the response. At its end, the claim ends too.
-//!
-//! Beside the turns, [`owner::engine_monitor`] polls the engine, [`ledger`] keeps the account of
-//! the pool, [`control_port`] reports to routers, and [`engine::model_files`] finds the model's
-//! tokenizer files. [`shim`] talks to the *shim*, Berth's Python part inside the engine. [`audit`]
-//! checks which session holds each page of the pool, [`kv_events`] follows which blocks of KV are
-//! resident, [`gpu`] reads the GPUs, and [`guard`] limits automatic actions on sessions.
-//!
-//! The agent doesn't place turns on workers, doesn't know other workers, and stores no prompts.
+//! The agent passes turns from routers to the engine, keeps sessions' KV there, accounts for the KV
+//! pool, and reports to routers. It doesn't place turns on workers, doesn't know other workers, and
+//! stores no prompts. CONTRIBUTING.md shows the path of a turn.
 
 mod admin_actions;
 mod announcer;
@@ -77,24 +62,20 @@ use crate::{
     staged_prefill_queue::StagedPrefillQueues,
 };
 
-/// The maximum number of connections to the data port, however many turns may run and wait. With
-/// the default settings, eight GPUs run and queue fewer turns than this.
+/// To the data port, however many turns may run and wait. With the default settings, eight GPUs run
+/// and queue fewer turns.
 const CLIENT_CONNECTIONS_MAX: usize = 8192;
-/// The maximum number of connections to the control port. Each router has two or three.
+/// Each router has two or three.
 const CONTROL_CONNECTIONS_MAX: usize = 1024;
-/// The time limit for connecting to the engine. The engine is on this host, so a connection takes
-/// microseconds or fails.
+/// The engine is on this host, so a connection takes microseconds or fails.
 const ENGINE_CONNECT_TIME_MAX: Duration = Duration::from_secs(1);
-/// The maximum number of queued shim reports. A small queue is enough: while it is full, the reader
-/// of the shim's messages keeps only the newest state of the pool and of each session.
+/// A small queue is enough: while it is full, the reader of the shim's messages keeps only the
+/// newest state of the pool and of each session.
 const SHIM_EVENTS_QUEUED_MAX: usize = 64;
-/// The maximum number of queued messages from the trimmer, which compares full histories with their
-/// sessions inside the engine. The owner task takes microseconds for each.
+/// The owner task takes microseconds for each of the trimmer's messages.
 const TRIMMER_EVENTS_QUEUED_MAX: usize = 64;
-/// The time limit for the tasks to end at shutdown.
 const SHUTDOWN_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// The bound ports of one agent.
 #[derive(Debug)]
 pub struct Listeners {
     /// For turns (HTTP).
@@ -106,10 +87,6 @@ pub struct Listeners {
 }
 
 impl Listeners {
-    /// Binds the addresses of the settings.
-    ///
-    /// # Errors
-    /// When an address can't be bound; the error names it.
     pub fn bind(config: &Config) -> Result<Self, Error> {
         let bind = |addr| server::bind(addr).map_err(|error| Error::Bind { addr, source: error });
         Ok(Self {
@@ -120,33 +97,26 @@ impl Listeners {
     }
 }
 
-/// Why an agent could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An address is in use or not local.
     #[error("can't listen on {addr}")]
     Bind {
-        /// The address.
+        /// In use, or not local.
         addr: std::net::SocketAddr,
-        /// The system's error.
         source: std::io::Error,
     },
     /// The journal can't be used, or another agent holds it.
     #[error(transparent)]
     Journal(#[from] session::journal::Error),
-    /// The shim's socket can't be created.
     #[error(transparent)]
     Shim(#[from] shim::Error),
     /// A thread or a runtime could not be created.
     #[error("can't start")]
     Start(#[from] std::io::Error),
-    /// A certificate, key or token can't be used.
     #[error("can't use a file named in [tls], [auth] or [announce]")]
     File(#[from] reload::Error),
-    /// The spans of turns can't be exported.
     #[error(transparent)]
     Traces(#[from] traces::Error),
-    /// A task that the agent needs has ended.
     #[error("an essential task ended; the log says which and why")]
     TaskEnded,
 }
@@ -154,11 +124,8 @@ pub enum Error {
 /// Runs one agent until `stop` ends, then drains it: takes no new turns, lets running turns end,
 /// and closes every session at the engine or hands them over to the next agent, as `stop` says.
 ///
-/// `epoch` identifies this run of the agent, and must differ from every earlier run of the same
-/// agent. The listeners may have any free port, and several agents may run in one process.
-///
-/// # Errors
-/// See [`Error`].
+/// `epoch` must differ from that of every earlier run of the same agent. Several agents may run in
+/// one process.
 pub async fn run(
     mut config: Config,
     listeners: Listeners,
@@ -230,7 +197,6 @@ pub async fn run(
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
-/// Starts the export of the turns' spans, if the settings name a collector.
 fn start_traces(
     config: &Config,
     control: SocketAddr,
@@ -243,7 +209,6 @@ fn start_traces(
     traces::start(&config.traces, exported, registry, file_metrics, tasks)
 }
 
-/// Starts to follow the engine's KV events.
 fn start_kv_events(
     config: &Config,
     epoch: u64,
@@ -257,7 +222,6 @@ fn start_kv_events(
     kv_events::start(setup, tasks.token())
 }
 
-/// The limits of the agent's ports.
 struct AgentPortLimits {
     data: PortLimits,
     admin: PortLimits,
@@ -266,7 +230,6 @@ struct AgentPortLimits {
 }
 
 impl AgentPortLimits {
-    /// Returns the control port's socket with its limits and metrics.
     fn control_listener(
         &self,
         socket: std::net::TcpListener,
@@ -283,8 +246,7 @@ impl AgentPortLimits {
     }
 }
 
-/// Raises the limit on file descriptors, and derives the limits of the ports from it. With few
-/// descriptors, lowers the limits on turns too.
+/// With few file descriptors, lowers the limits on turns too.
 fn limit_ports(config: &mut Config, registry: &mut Registry) -> AgentPortLimits {
     let plan = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     let metrics = server::Metrics::new(registry);
@@ -302,7 +264,7 @@ fn limit_ports(config: &mut Config, registry: &mut Registry) -> AgentPortLimits 
     }
 }
 
-/// Starts the task that serves turns and staged prompts. It is the last port: the agent serves.
+/// Called last, because it tells the supervisor that the agent is ready.
 fn start_data_port(
     listener: std::net::TcpListener,
     context: TurnContext,
@@ -323,7 +285,6 @@ fn start_data_port(
     Ok(())
 }
 
-/// Makes the guard of the admin port, and follows its key file.
 fn admin_gate(
     config: &Config,
     listener: &std::net::TcpListener,
@@ -336,14 +297,13 @@ fn admin_gate(
     Ok(Gate::new(keys, config.auth.metrics_auth, address))
 }
 
-/// Returns the most turns and staged prompts that may run and wait. Each has a connection.
+/// The turns and staged prompts that may run and wait. Each has a connection.
 fn turns_max(config: &Config) -> usize {
     let turns_max = limits(config).turns_max_over_ranks() + config.limits.turns_queued_max;
     turns_max + staged_prefill_queue::PROMPTS_MAX
 }
 
-/// Drains the agent: running turns may continue for `grace_period`. Withdraws its announcements
-/// meanwhile.
+/// Running turns may continue for `grace_period`.
 async fn drain(agent: &AgentHandle, announcer: &Announcer, grace_period: Duration, ending: Ending) {
     supervisor::tell_stopping();
     // The next agent process takes up sessions that are handed over, so routers wait for it.
@@ -352,8 +312,7 @@ async fn drain(agent: &AgentHandle, announcer: &Announcer, grace_period: Duratio
             announcer.withdraw().await;
         }
     };
-    // After `grace_period`, the remaining turns are aborted and the sessions closed. That takes
-    // time too.
+    // After `grace_period`, aborting the remaining turns and closing the sessions takes time too.
     let total_time_max = grace_period + config::ABORT_WAIT_MAX;
     let drain = tokio::time::timeout(total_time_max, agent.drain(grace_period, ending));
     if tokio::join!(drain, withdrawal).0.is_err() {
@@ -371,7 +330,6 @@ fn engine_client(config: &Config) -> EngineClient {
     .with_admin_key(config::engine_admin_key().expect("checked when the settings were loaded"))
 }
 
-/// Reads the certificates and tokens of both ports, and follows their files.
 fn start_access(
     config: &Config,
     control: SocketAddr,

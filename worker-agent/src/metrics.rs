@@ -28,7 +28,7 @@ fn seconds_histogram() -> Histogram {
     histogram::create((0..17).map(|step| 0.001 * f64::from(1 << step)))
 }
 
-/// All metrics of the agent. Clones share the same values. Its many fields: one for each metric.
+/// Clones share the same values.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     turns_ended: Family<OutcomeLabel, Counter>,

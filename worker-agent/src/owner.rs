@@ -95,7 +95,6 @@ struct Inbox {
     gpus: watch::Receiver<Arc<Snapshot>>,
 }
 
-/// Its many fields: each part of the task has its own state.
 struct Owner {
     table: Table,
     engine: EngineState,

@@ -24,7 +24,7 @@ use tokio::sync::mpsc;
 
 use self::{codec::ShimCommand, connections::Connections, outbox::Outbox};
 
-/// A shim's first message. Its many fields: one for each field of the message.
+/// A shim's first message.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Hello {
     /// The pid of the engine's scheduler process, in its own pid namespace.
@@ -91,7 +91,7 @@ pub struct AuditReply {
 }
 
 /// Figures after the scheduler's last step, from the engine's own counters. The five in tokens
-/// after `pool_tokens` add up to the pool. Its many fields: one for each field of the message.
+/// after `pool_tokens` add up to the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct RankFacts {
     #[serde(skip)]

@@ -13,8 +13,7 @@ pub struct Fleet {
     pub unheard: Vec<UnheardAgent>,
 }
 
-/// A worker: one rank of an engine with its agent. Its many fields: one for each member that is
-/// shown or checked.
+/// One rank of an engine with its agent.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Worker {
@@ -71,7 +70,7 @@ pub struct Ratio {
     pub age_ms: u64,
 }
 
-/// The load of one rank. Its many fields: one for each figure that is shown or checked.
+/// Of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Load {
@@ -119,7 +118,7 @@ pub struct FaultCount {
     pub count: u64,
 }
 
-/// A GPU or a MIG slice. Its many fields: one for each reading that is shown or checked.
+/// A GPU or a MIG slice.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Device {
@@ -189,7 +188,6 @@ pub struct FleetSessions {
     pub total: u64,
 }
 
-/// A session. Its many fields: one for each member that is shown or sorted by.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Session {
@@ -246,7 +244,6 @@ pub struct TurnPage {
     pub next: Option<String>,
 }
 
-/// A turn. Its many fields: one for each member that is shown.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Turn {

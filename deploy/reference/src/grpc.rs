@@ -20,7 +20,6 @@ const MESSAGES: i32 = 4;
 const ENUMS: i32 = 5;
 const SERVICES: i32 = 6;
 
-/// Makes the page.
 pub(crate) fn page() -> anyhow::Result<Page> {
     let files = protox::compile(["agent/v1/agent.proto"], [root().join("proto/schema")])?;
     let mut page = Page::new(
@@ -99,7 +98,6 @@ fn comment(comments: &Comments, path: &[i32]) -> String {
     comments.get(path).cloned().unwrap_or_default()
 }
 
-/// Returns a comment as one line.
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
@@ -116,7 +114,6 @@ fn shown_type(field: &FieldDescriptorProto) -> String {
     }
 }
 
-/// Returns a link to the section of a message or enumeration.
 fn link(type_name: &str) -> String {
     let name = type_name.rsplit('.').next().unwrap_or(type_name);
     format!("[{name}](#{})", name.to_lowercase())

@@ -7,7 +7,6 @@ use crate::page::{Cell, Page, Table};
 
 const COLUMNS: &[&str] = &["route", "does", "takes", "answers", "refusals"];
 
-/// Makes the page.
 pub(crate) fn page() -> anyhow::Result<Page> {
     let document: Value = serde_json::from_str(&router::openapi_document())?;
     let mut page = Page::new(
@@ -64,7 +63,6 @@ fn row(path: &str, method: &str, operation: &Value) -> Vec<Cell> {
     cells.map(Cell::Made).to_vec()
 }
 
-/// Returns the form of a body in short: its members, or its type.
 fn shown_schema(schema: &Value) -> String {
     let Some(members) = schema["properties"].as_object() else { return shown_type(schema) };
     let required: Vec<&str> =
@@ -94,7 +92,7 @@ fn shown_type(schema: &Value) -> String {
     }
 }
 
-/// Returns the name of the schema to which another refers.
+/// The name of the schema to which another refers.
 fn reference(schema: &Value) -> Option<&str> {
     schema["$ref"].as_str()?.rsplit('/').next()
 }

@@ -29,16 +29,13 @@ struct Args {
     folder: PathBuf,
 }
 
-/// Makes a page from the code.
 type MakePage = fn() -> anyhow::Result<Page>;
 
-/// Returns the root of the checkout.
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Makes all pages, each with what is written by hand in the page in `folder`. Returns their names
-/// and texts.
+/// Each page keeps what is written by hand in the page in `folder`. Returns names and texts.
 fn make_pages(folder: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
     let names_and_pages: [(&str, MakePage); 5] = [
         ("agent-settings.md", settings::agent),

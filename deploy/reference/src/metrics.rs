@@ -1,7 +1,7 @@
 //! Makes the page of the metrics of both binaries, from the places in the code that register them.
 //!
-//! The child `registered` finds the metrics. The columns that the code doesn't say in one place,
-//! such as what each value of a label stands for, are written by hand in the page.
+//! The columns that the code doesn't say in one place, such as what each value of a label stands
+//! for, are written by hand in the page.
 
 mod registered;
 
@@ -28,7 +28,6 @@ const MARKS: [&str; 2] = [".register", "MetricType"];
 
 const COLUMNS: &[&str] = &["metric", "type", "labels", "shows", "more"];
 
-/// Makes the page.
 pub(crate) fn page() -> anyhow::Result<Page> {
     let mut page = Page::new("Metrics", INTRODUCTION);
     let (devices, agent) = read("worker-agent")?.into_iter().partition(Registered::is_of_devices);
@@ -65,7 +64,6 @@ fn row(prefixes: &[&str], metric: &Registered) -> Vec<Cell> {
     vec![made(&names.join(", ")), made(metric.kind), labels, made(&metric.help), Cell::ByHand]
 }
 
-/// Returns the metrics that a package's sources register.
 fn read(package: &str) -> anyhow::Result<Vec<Registered>> {
     let mut files = vec![];
     add_files(&root().join(package).join("src"), &mut files)?;
@@ -81,7 +79,7 @@ fn read(package: &str) -> anyhow::Result<Vec<Registered>> {
     Ok(metrics)
 }
 
-/// Adds the sources below a folder, without those that only tests use.
+/// Leaves out sources that only tests use.
 fn add_files(folder: &Path, files: &mut Vec<PathBuf>) -> anyhow::Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();

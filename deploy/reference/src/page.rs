@@ -2,32 +2,27 @@
 
 use std::collections::HashMap;
 
-/// A cell of a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Cell {
-    /// Text from the code.
     Made(String),
-    /// Text that is written by hand in the page.
+    /// Written by hand in the page.
     ByHand,
 }
 
-/// A table. The first cell of each row names the row, and is unique in the page.
+/// The first cell of each row names the row, and is unique in the page.
 #[derive(Debug)]
 pub(crate) struct Table {
     pub(crate) columns: &'static [&'static str],
     pub(crate) rows: Vec<Vec<Cell>>,
 }
 
-/// A part of a page.
 #[derive(Debug)]
 pub(crate) enum Part {
     /// Markdown without tables that have cells written by hand.
     Text(String),
-    /// A table.
     Table(Table),
 }
 
-/// A page, as it is made from the code.
 #[derive(Debug, Default)]
 pub(crate) struct Page {
     parts: Vec<Part>,
@@ -38,26 +33,24 @@ const NOTE: &str = "<!-- Written by `cargo run -p reference` from the code. Cell
                     doesn't have are written here, by hand, and stay. -->";
 
 impl Page {
-    /// Begins a page.
     pub(crate) fn new(title: &str, introduction: &str) -> Self {
         let mut page = Self::default();
         page.add_text(&format!("{NOTE}\n# {title}\n\n{introduction}"));
         page
     }
 
-    /// Adds a paragraph, a heading or several of them.
     pub(crate) fn add_text(&mut self, text: &str) {
         self.parts.push(Part::Text(text.to_owned()));
     }
 
-    /// Adds a table. An empty one is left out.
+    /// Leaves out an empty table.
     pub(crate) fn add_table(&mut self, table: Table) {
         if !table.rows.is_empty() {
             self.parts.push(Part::Table(table));
         }
     }
 
-    /// Returns the page's text. `before` is the page as it is, with the cells written by hand.
+    /// `before` is the page as it is, with the cells written by hand.
     pub(crate) fn render(&self, before: &str) -> String {
         let by_hand = cells_by_row(before);
         let render = |part: &Part| match part {
@@ -69,7 +62,7 @@ impl Page {
     }
 }
 
-/// The cells of a page's tables: by the first cell of their row, and the column's name.
+/// By the first cell of their row, and the column's name.
 type CellsByRow = HashMap<(String, String), String>;
 
 fn render_table(table: &Table, by_hand: &CellsByRow) -> String {
@@ -89,7 +82,6 @@ fn render_table(table: &Table, by_hand: &CellsByRow) -> String {
     lines.join("\n")
 }
 
-/// Returns a cell's text, on one line.
 fn shown(cell: &Cell, by_hand: Option<&String>) -> String {
     match cell {
         Cell::Made(text) => text.replace('\n', " ").replace('|', "\\|"),
@@ -97,7 +89,6 @@ fn shown(cell: &Cell, by_hand: Option<&String>) -> String {
     }
 }
 
-/// Returns the cells of all tables of a page.
 fn cells_by_row(page: &str) -> CellsByRow {
     let mut found = CellsByRow::new();
     let mut columns: Vec<String> = vec![];
@@ -117,7 +108,7 @@ fn cells_by_row(page: &str) -> CellsByRow {
     found
 }
 
-/// Returns the cells of a table's line. `\|` is part of a cell.
+/// `\|` is part of a cell.
 fn cells_of(line: &str) -> Option<Vec<String>> {
     let inner = line.strip_prefix('|')?.strip_suffix('|')?;
     let mut cells = vec![String::new()];
@@ -133,7 +124,7 @@ fn cells_of(line: &str) -> Option<Vec<String>> {
     Some(cells.iter().map(|cell| cell.trim().to_owned()).collect())
 }
 
-/// Writes a number with a comma before each three digits.
+/// Puts a comma before each three digits.
 pub(crate) fn grouped(number: i64) -> String {
     let digits = number.to_string();
     let mut shown = String::new();

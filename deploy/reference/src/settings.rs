@@ -25,14 +25,12 @@ const COMMON: [&str; 3] = [
 
 const COLUMNS: &[&str] = &["key", "values", "default", "sets", "why this default", "more"];
 
-/// A binary's settings: how they are described, and what the binary says of a file with some.
 struct Binary {
     source: Settings,
     defaults: Value,
     problems: fn(&Path) -> Vec<String>,
 }
 
-/// Makes the page of the agent's settings.
 pub(crate) fn agent() -> anyhow::Result<Page> {
     use worker_agent::config::{Args, Config};
 
@@ -51,7 +49,6 @@ pub(crate) fn agent() -> anyhow::Result<Page> {
     make_page("Settings of the agent", "agent", &binary, &Args::command())
 }
 
-/// Makes the page of the router's settings.
 pub(crate) fn router() -> anyhow::Result<Page> {
     use router::config::{Args, Config};
 
@@ -118,7 +115,6 @@ fn make_page(
     Ok(page)
 }
 
-/// Returns the flags and the environment variables of a program.
 fn flags(command: &clap::Command) -> Table {
     let rows = command.get_arguments().filter_map(|argument| {
         let flag = format!("`--{}`", argument.get_long()?);
@@ -131,7 +127,7 @@ fn flags(command: &clap::Command) -> Table {
 }
 
 impl Binary {
-    /// Adds a table of settings, and those below it.
+    /// Also adds the tables below this one.
     fn add_table(
         &self,
         page: &mut Page,
@@ -189,7 +185,6 @@ impl Binary {
         Ok(cells.map(Cell::Made).into_iter().chain([Cell::ByHand]).collect())
     }
 
-    /// Returns which values a key of text or a list takes.
     fn text_values(&self, field: &Field) -> String {
         let (is_list, of) = match field.type_name.as_str() {
             "Vec" => (true, &field.element),
@@ -212,7 +207,7 @@ impl Binary {
     }
 }
 
-/// Returns the unit in a key's name: units come last, before the bound.
+/// Units come last, before the bound.
 fn unit_of(key: &str) -> &'static str {
     let without_bound = ["_max", "_min", "_cap"].iter().find_map(|bound| key.strip_suffix(bound));
     let name = without_bound.unwrap_or(key);
@@ -226,7 +221,7 @@ fn unit_of(key: &str) -> &'static str {
     units.iter().find(|(end, _)| name.ends_with(end)).map_or("", |(_, unit)| unit)
 }
 
-/// Returns the least and the largest legal number around a legal one. `None`: there is no bound.
+/// The least and the largest legal number around a legal one. `None`: there is no bound.
 fn bounds(legal: i64, is_legal: impl Fn(i64) -> bool) -> (i64, Option<i64>) {
     let (mut least, mut below) = (legal, -1);
     while least - below > 1 {
@@ -260,7 +255,7 @@ fn shown_default(default: &Value, unit: &str) -> String {
     }
 }
 
-/// Writes a number, with what it is in a larger unit if it is a round one.
+/// Shows a round number in a larger unit too.
 fn shown_number(number: i64, unit: &str) -> String {
     let larger: &[(i64, &str)] = match unit {
         "ms" => &[(86_400_000, "days"), (3_600_000, "h"), (60_000, "min")],

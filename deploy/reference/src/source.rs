@@ -5,7 +5,6 @@ use std::{collections::HashMap, fs, path::Path};
 use anyhow::Context as _;
 use syn::{Attribute, Expr, ImplItem, Item, Meta, Stmt, Type, spanned::Spanned as _};
 
-/// A field of a settings table.
 #[derive(Debug, Clone)]
 pub(crate) struct Field {
     pub(crate) name: String,
@@ -15,10 +14,8 @@ pub(crate) struct Field {
     pub(crate) doc: String,
 }
 
-/// The settings in some source files.
 #[derive(Debug, Default)]
 pub(crate) struct Settings {
-    /// The fields of each struct.
     pub(crate) structs: HashMap<String, Vec<Field>>,
     /// Each variant of an enum without fields, and its doc comment.
     pub(crate) enums: HashMap<String, Vec<(String, String)>>,
@@ -31,7 +28,6 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Reads the files of these paths below `root`.
     pub(crate) fn read(root: &Path, paths: &[&str]) -> anyhow::Result<Self> {
         let mut settings = Self::default();
         for path in paths {
@@ -70,7 +66,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Adds the reasons in an `impl Default`: the comment above each field.
+    /// The reasons are the comments above each field.
     fn add_defaults(&mut self, item: &syn::ItemImpl, lines: &[&str]) {
         let is_default = |path: &syn::Path| path.is_ident("Default");
         if !item.trait_.as_ref().is_some_and(|(_, path, _)| is_default(path)) {
@@ -96,7 +92,7 @@ impl Settings {
         }
     }
 
-    /// Returns why a field has its default: the comment there, or that of the constant.
+    /// The comment at the default, or that of the constant.
     pub(crate) fn reason(&self, type_name: &str, field: &str) -> String {
         let key = (type_name.to_owned(), field.to_owned());
         let comment = self.reasons.get(&key).cloned().unwrap_or_default();
@@ -108,7 +104,7 @@ impl Settings {
     }
 }
 
-/// Returns the names of a type and of its first argument, such as `Vec` and `String`.
+/// The names of a type and of its first argument, such as `Vec` and `String`.
 fn type_names(ty: &Type) -> (String, String) {
     let Type::Path(path) = ty else { return Default::default() };
     let Some(last) = path.path.segments.last() else { return Default::default() };
@@ -122,7 +118,7 @@ fn type_names(ty: &Type) -> (String, String) {
     (last.ident.to_string(), element)
 }
 
-/// Returns the text of doc comments on one line, without links into the code.
+/// The doc comments on one line, without links into the code.
 pub(crate) fn doc_of(attributes: &[Attribute]) -> String {
     let line = |attribute: &Attribute| {
         let Meta::NameValue(doc) = &attribute.meta else { return None };
@@ -134,7 +130,7 @@ pub(crate) fn doc_of(attributes: &[Attribute]) -> String {
     lines.join(" ").replace("[`", "`").replace("`]", "`").trim().to_owned()
 }
 
-/// Returns the text of the `//` comment that ends above a line. The first line is 1.
+/// The text of the `//` comment that ends above a line. The first line is 1.
 fn comment_above(lines: &[&str], line: usize) -> String {
     let above = lines.iter().take(line.saturating_sub(1)).rev();
     let comment = above.map_while(|line| line.trim_start().strip_prefix("//"));

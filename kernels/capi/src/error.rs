@@ -1,8 +1,4 @@
 //! Turns the errors and panics of a call into what the C ABI returns: an error number and a text.
-//!
-//! C, from which the library `libberth_kv` is called, knows neither `Result` nor panics.
-//! `berth_kv.h` lists the error numbers. The caller gets the text of the newest error of its thread
-//! from `berth_kv_error`.
 
 use crate::handles::Handles;
 use kernels::{account, cuda};
@@ -21,7 +17,6 @@ const SMALL: i32 = -5;
 const PANIC: i32 = -6;
 const FULL: i32 = -7;
 
-/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("the {0} is null or misaligned")]
@@ -49,7 +44,6 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns the error's number in the header.
     fn code(&self) -> i32 {
         match self {
             Self::BadPointer(_)
@@ -67,7 +61,6 @@ impl Error {
     }
 }
 
-/// Returns the number of an error of an audit.
 fn account_code(error: &account::Error) -> i32 {
     use account::Error;
     match error {
@@ -79,12 +72,10 @@ fn account_code(error: &account::Error) -> i32 {
 }
 
 thread_local! {
-    /// The text of the newest error of this thread.
     static NEWEST_ERROR: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-/// Runs a call on `handle` and catches its panic. Stores the text of an error, and returns the
-/// error's number.
+/// Catches a panic of the call. Stores an error's text for [`last_error`], and returns its number.
 pub(crate) fn guard_call<T>(
     handles: &Handles,
     handle: u64,
@@ -101,13 +92,13 @@ pub(crate) fn guard_call<T>(
     })
 }
 
-/// Returns the text of this thread's newest error, or an empty text; never null.
+/// The text of this thread's newest error: empty if there was none, never null.
 pub(crate) fn last_error() -> *const c_char {
     let text = NEWEST_ERROR.with_borrow(|text| text.as_ref().map(|text| text.as_ptr()));
     text.unwrap_or(c"".as_ptr())
 }
 
-/// Returns the texts of the error and of its sources, in one line.
+/// The error's text and those of its sources, in one line.
 fn describe(error: &dyn std::error::Error) -> String {
     match error.source() {
         None => error.to_string(),

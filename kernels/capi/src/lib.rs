@@ -1,11 +1,8 @@
 //! The library `libberth_kv`, with which an engine audits its KV pool in its own process.
 //!
-//! The library offers [`kernels::account`] by a C ABI, which the engine's Python code (the shim)
-//! calls. An [`Accountant`] audits one KV pool: it counts the pages by owner, and finds faults.
+//! It offers [`kernels::account`] by a C ABI, which the engine's Python code (the shim) calls.
 //! `berth_kv.h` describes each function. The functions here check pointers, catch panics, and turn
-//! errors into a number and a text. They count nothing themselves.
-//!
-//! `types` has the C structures, `handles` the open accountants, and `error` the error numbers.
+//! errors into a number and a text.
 
 mod error;
 mod handles;
@@ -27,32 +24,27 @@ use std::{
 };
 use types::{c_str, output_at, read_array, read_struct};
 
-/// The version of the ABI.
 const ABI: u32 = 1;
-/// The value of [`RawPool`]'s field `device` for a pool in host memory.
+/// [`RawPool`]'s `device` for a pool in host memory.
 const HOST_MEMORY: i32 = -1;
 
 static ACCOUNTANTS: Handles = Handles::new();
 
-/// Runs a call with [`guard_call`]. Returns 0, or the error's number.
+/// Returns 0, or the error's number.
 fn call_status(handle: u64, call: impl FnOnce() -> Result<(), Error>) -> i32 {
     guard_call(&ACCOUNTANTS, handle, call).map_or_else(|code| code, |()| 0)
 }
 
-/// Returns the version of the ABI.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_abi() -> u32 {
     ABI
 }
 
-/// Returns the text of this thread's newest error.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_error() -> *const c_char {
     error::last_error()
 }
 
-/// Opens an accountant for a pool, and writes its handle to `out`.
-///
 /// # Safety
 /// `pool` and its array of buffers must be readable, `fatbin` null or a string, and `out` writable.
 /// The addresses in `pool` must stay valid while the handle is open.
@@ -77,7 +69,6 @@ pub unsafe extern "C" fn berth_kv_open(
     })
 }
 
-/// Opens a GPU with the kernels in the file `fatbin`.
 fn open_device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
     let device_ordinal = u32::try_from(ordinal).map_err(|_| Error::BadOrdinal(ordinal))?;
     let path = fatbin.ok_or(Error::BadPointer("path of the kernels"))?;
@@ -88,8 +79,6 @@ fn open_device(ordinal: i32, fatbin: Option<&CStr>) -> Result<Device, Error> {
     Ok(Device::open(device_ordinal, &image)?)
 }
 
-/// Begins an audit.
-///
 /// # Safety
 /// `snapshot` and its arrays must be readable. The lists must be in the pool's kind of memory, and
 /// unchanged until the audit has ended. The stream must be a stream of the device, or 0.
@@ -104,7 +93,6 @@ pub unsafe extern "C" fn berth_kv_begin(handle: u64, snapshot: *const RawSnapsho
     })
 }
 
-/// Returns 1 if the audit's copy has been made, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
     let is_ready = guard_call(&ACCOUNTANTS, handle, || {
@@ -113,10 +101,6 @@ pub extern "C" fn berth_kv_ready(handle: u64) -> i32 {
     is_ready.map_or_else(|code| code, i32::from)
 }
 
-/// Ends an audit, writes its report into `buffer`, and returns the report's length in bytes.
-///
-/// `rows[i]` is a live row, and `versions[i]` the version that the row has now.
-///
 /// # Safety
 /// `rows` and `versions` must have `n` readable items each, and `buffer` `capacity` writable bytes.
 #[unsafe(no_mangle)]
@@ -154,7 +138,6 @@ pub unsafe extern "C" fn berth_kv_finish(
     written.map_or_else(i64::from, |n| i64::try_from(n).expect("a report is a few MiB"))
 }
 
-/// Returns a size in bytes that is enough for a report of `nsessions` sessions.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_report_bytes_max(nsessions: u32) -> u64 {
     report_bytes_max(nsessions as usize)
@@ -164,13 +147,11 @@ fn report_bytes_max(session_count: usize) -> u64 {
     (REPORT_BYTES_WITHOUT_SESSIONS_MAX + session_count * SESSION_BYTES_MAX) as u64
 }
 
-/// Abandons the audit in progress.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_abandon(handle: u64) -> i32 {
     call_status(handle, || ACCOUNTANTS.with(handle, |accountant| Ok(accountant.abandon()?)))
 }
 
-/// Closes the handle, and abandons its audit.
 #[unsafe(no_mangle)]
 pub extern "C" fn berth_kv_close(handle: u64) -> i32 {
     call_status(handle, || ACCOUNTANTS.close(handle))

@@ -1,7 +1,6 @@
 //! Declares the structures of `berth_kv.h`, and converts them to the types of [`kernels`].
 //!
-//! They are the C ABI of the library `libberth_kv`. `berth_kv.h` describes the structures' fields.
-//! The functions here check pointers. The [`kernels`] check the values.
+//! The header describes the fields. The functions check pointers, and the [`kernels`] check values.
 
 use crate::error::Error;
 use kernels::account::{IdList, Pool, PoolBuffer, RequestTable, Snapshot, SnapshotRow};
@@ -11,7 +10,6 @@ use std::{
     slice,
 };
 
-/// The C structure `berth_kv_buffer`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawBuffer {
@@ -19,7 +17,6 @@ pub struct RawBuffer {
     page_bytes: u64,
 }
 
-/// The C structure `berth_kv_pool`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawPool {
@@ -33,7 +30,6 @@ pub struct RawPool {
     pub(crate) device: i32,
 }
 
-/// The C structure `berth_kv_row`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawRow {
@@ -46,7 +42,6 @@ pub struct RawRow {
     version: u64,
 }
 
-/// The C structure `berth_kv_list`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawList {
@@ -54,7 +49,6 @@ pub struct RawList {
     n: u64,
 }
 
-/// The C structure `berth_kv_snapshot`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RawSnapshot {
@@ -71,7 +65,7 @@ pub struct RawSnapshot {
     pub(crate) stream: u64,
 }
 
-/// Reads the structure behind a pointer. `what` names the pointer in an error.
+/// `what` names the pointer in an error.
 ///
 /// # Safety
 /// The pointer must be null, or its target readable during the call.
@@ -83,8 +77,6 @@ pub(crate) unsafe fn read_struct<T: Copy>(what: &'static str, from: *const T) ->
     Ok(unsafe { from.read() })
 }
 
-/// Returns the output location behind a pointer.
-///
 /// # Safety
 /// The pointer must be null, or its target exclusively writable for `'a`.
 pub(crate) unsafe fn output_at<'a>(
@@ -98,7 +90,7 @@ pub(crate) unsafe fn output_at<'a>(
     Ok(unsafe { &mut *to.cast() })
 }
 
-/// Returns the string behind a pointer; `None` if the pointer is null.
+/// `None` if the pointer is null.
 ///
 /// # Safety
 /// The pointer must be null, or a string that stays valid for `'a`.
@@ -107,7 +99,7 @@ pub(crate) unsafe fn c_str<'a>(from: *const c_char) -> Option<&'a CStr> {
     (!from.is_null()).then(|| unsafe { CStr::from_ptr(from) })
 }
 
-/// Returns the array behind a pointer; the pointer to an empty array may be null.
+/// The pointer to an empty array may be null.
 ///
 /// # Safety
 /// The pointer must be null, or point to `n` items readable for `'a`.
@@ -127,8 +119,6 @@ pub(crate) unsafe fn read_array<'a, T>(
 }
 
 impl RawPool {
-    /// Converts the structure.
-    ///
     /// # Safety
     /// The same as for `berth_kv_open`.
     pub(crate) unsafe fn convert(&self) -> Result<Pool, Error> {
@@ -142,7 +132,6 @@ impl RawPool {
     }
 }
 
-/// A [`Snapshot`] that owns its arrays.
 #[derive(Debug)]
 pub(crate) struct OwnedSnapshot {
     rows: Vec<SnapshotRow>,
@@ -154,8 +143,6 @@ pub(crate) struct OwnedSnapshot {
 }
 
 impl RawSnapshot {
-    /// Converts the structure, and copies its arrays.
-    ///
     /// # Safety
     /// The same as for `berth_kv_begin`.
     pub(crate) unsafe fn convert(&self) -> Result<OwnedSnapshot, Error> {

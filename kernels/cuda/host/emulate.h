@@ -1,13 +1,9 @@
 // Lets a C++ compiler build the kernels for the host, so that they run without a GPU.
 //
-// launch.cpp includes this file before the kernels' source. The file defines CUDA's keywords,
-// variables and functions, as far as the kernels use them. Tests and the fake CUDA driver run the
-// kernels in this way; a real GPU doesn't.
-//
-// The threads of a block are fibers on one host thread. A fiber runs until its next barrier, which
-// is one of its warp or of its block. A barrier that not all fibers reach ends the process; on a
-// device it would hang. Blocks run one after another. Every other launch runs blocks and threads in
-// reverse order, which reveals results that depend on their order.
+// The threads of a block are fibers on one host thread; blocks run one after another. A fiber runs
+// until its next barrier, of its warp or its block. A barrier that not all fibers reach ends the
+// process; on a device it would hang. Every other launch runs blocks and threads in reverse order,
+// which reveals results that depend on their order.
 //
 // The emulation can't show a data race, because fibers switch only at barriers. It takes one launch
 // at a time; the caller holds a lock. Grids and blocks must be one-dimensional, blocks and masks
@@ -32,7 +28,7 @@ namespace emulate {
 
 constexpr unsigned WARP = 32, THREADS_MAX = 1024, STACK_BYTES = 64 * 1024;
 
-// What a fiber does: it runs, waits at a barrier of its warp or block, or has ended.
+// A fiber in the state `warp` or `block` waits at a barrier of its warp or block.
 enum class FiberState { run, warp, block, end };
 
 struct Fiber {
@@ -43,7 +39,6 @@ struct Fiber {
   // The value that the fiber shows to its warp. Two slots alternate, because a lane may show its
   // next value while other lanes still read this one.
   unsigned long long shown[2];
-  // The slot of `shown` that the fiber writes next.
   unsigned next_slot;
 };
 
@@ -52,15 +47,13 @@ struct Index {
 };
 
 inline Fiber fibers[THREADS_MAX];
-// The fiber that runs now.
 inline Fiber* current;
 // Where a fiber jumps to when it stops.
 inline jmp_buf scheduler;
 inline Index block_index, block_dim, grid_dim;
-// The kernel of the running launch, and its arguments.
+// Of the running launch.
 inline void (*body)(void*);
 inline void* argument;
-// Whether the launch runs blocks and threads in reverse order.
 inline bool backwards;
 
 [[noreturn]] inline void stop(const char* why) {
@@ -104,7 +97,6 @@ inline void start_fiber(Fiber& fiber) {
   start_fiber(fiber);
 }
 
-// Returns how many of the `n` fibers are in this state.
 inline unsigned count(const Fiber* group, unsigned n, FiberState state) {
   unsigned matching = 0;
   for (unsigned i = 0; i < n; i++) matching += group[i].state == state;
@@ -133,7 +125,6 @@ inline void run_block(unsigned threads) {
   }
 }
 
-// Runs `kernel(params)` as every thread of `grid` blocks of `threads` threads.
 inline void launch(unsigned grid, unsigned threads, void (*kernel)(void*), void* params) {
   const bool whole_warps = threads > 0 && threads % WARP == 0 && threads <= THREADS_MAX;
   if (!whole_warps) stop("not a block of whole warps");
@@ -150,7 +141,6 @@ inline Index thread_index() { return Index{current->thread}; }
 
 inline const Fiber* warp_of(const Fiber* fiber) { return fiber - fiber->thread % WARP; }
 
-// The values shown to a warp, indexed by lane.
 struct Shown {
   const Fiber* warp;
   unsigned slot;

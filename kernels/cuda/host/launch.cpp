@@ -1,7 +1,6 @@
 // Offers the kernels, built as host code, through a small C interface that finds them by name.
 //
-// The fake CUDA driver of the tests calls this interface. The macro KV_SOURCE names the source to
-// compile: the real source, or a copy with a planted mistake. emulate.h runs blocks and threads.
+// The macro KV_SOURCE names the source to compile: the real one, or a copy with a planted mistake.
 //
 //   int   kv_host_find(name)                    the kernel's number, or -1
 //   void* kv_host_bind(kernel, params)          copies the arguments, as a driver does at a launch

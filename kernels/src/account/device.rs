@@ -25,8 +25,7 @@ const WHOLE_ROWS: usize = 0;
 /// Index of the class counts for which only the rows' unprotected parts count.
 const UNPROTECTED_PARTS: usize = 1;
 
-/// The device, and all device memory that an audit needs. Its many fields: each is an argument of
-/// several kernels, in other groups for each.
+/// The device, and all device memory that an audit needs.
 #[derive(Debug)]
 pub(super) struct DeviceBackend {
     device: Device,

@@ -24,7 +24,7 @@ pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// The header that these libraries read before `Retry-After`: milliseconds.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
-/// The time after which to repeat a request of which a part may have run.
+/// For a request of which a part may have run.
 const REPEAT_AFTER: Duration = Duration::from_secs(1);
 /// The longest time that a client is told to wait in an outage. The libraries heed up to a minute.
 const OUTAGE_WAIT_MAX: Duration = Duration::from_secs(30);

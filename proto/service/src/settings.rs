@@ -1,10 +1,8 @@
 //! Reads settings from a TOML file, and reports all problems at once.
 //!
-//! The `config.rs` of router and agent each define a struct with a field for each table of the
-//! file, and call [`load`]. They apply command line arguments and environment variables themselves,
-//! and add the problems that only they can see, such as values that contradict each other. Their
-//! `main.rs` prints the [`Problems`] and exits with [`EXIT_USAGE`]. A running process doesn't read
-//! the file again.
+//! Router and agent apply command line arguments and environment variables themselves, and add the
+//! problems that only they can see, such as values that contradict each other. A running process
+//! doesn't read the file again.
 
 use std::{fmt, path::Path};
 
@@ -14,7 +12,7 @@ use toml::{Table, Value};
 /// Exit status of a process whose settings are invalid: `EX_USAGE` of `sysexits.h`.
 pub const EXIT_USAGE: u8 = 64;
 
-/// The problems of the settings, one sentence each; never empty.
+/// One sentence each; never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<String>);
 
@@ -30,10 +28,8 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// Reads a settings struct whose keys and tables all have defaults.
-///
-/// Returns the settings and their problems. An invalid key keeps its default and is reported, so
-/// one run shows every problem. Without a path, returns the defaults.
+/// All keys and tables of `T` must have defaults. An invalid key keeps its default and is reported,
+/// so one run shows every problem. Without a path, returns the defaults.
 pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<String>) {
     let Some(path) = path else { return (T::default(), vec![]) };
     match std::fs::read_to_string(path) {
@@ -42,7 +38,7 @@ pub fn load<T: DeserializeOwned + Default>(path: Option<&Path>) -> (T, Vec<Strin
     }
 }
 
-/// Reads settings as [`load`] does, from the text of a file.
+/// As [`load`], from the text of a file.
 pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
     let file: Table = match text.parse() {
         Ok(file) => file,
@@ -70,8 +66,7 @@ pub fn parse<T: DeserializeOwned + Default>(text: &str) -> (T, Vec<String>) {
     (settings, problems)
 }
 
-/// Returns the valid keys of one table of the file, and adds the problems of the others. Returns
-/// `None` for a table that the settings don't have.
+/// Returns only the valid keys; `None` for a table that the settings don't have.
 fn check_table<T: DeserializeOwned>(
     table_name: &str,
     table: Table,
@@ -101,7 +96,6 @@ fn is_valid<T: DeserializeOwned>(name: &str, file: Table, problems: &mut Vec<Str
     result.is_ok()
 }
 
-/// Returns the effective settings as TOML, as `/config` shows them.
 pub fn to_toml<T: Serialize>(settings: &T) -> String {
     toml::to_string(settings).expect("settings are tables of strings, numbers and lists")
 }

@@ -38,8 +38,7 @@ pub struct WorkerTable {
 }
 
 /// What an agent reported about one worker, as far as placements need it. Three cache lines long.
-/// Its many fields: a placement reads the rows of a thousand workers one after the other, so a row
-/// is flat.
+/// A placement reads the rows of a thousand workers one after the other, so a row is flat.
 ///
 /// A field that ends in `_at_report` is this router's own in-flight count when the load report
 /// arrived. Subtracting it from the current count gives what this router has added since.

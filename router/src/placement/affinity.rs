@@ -33,7 +33,6 @@ use crate::{
 pub const TABLE_LAG_MAX: Duration = Duration::from_secs(3);
 
 /// A session's worker, as this router decided it, and what the agents' session tables may not show.
-/// Its many fields: one for each fact that no table shows in time.
 #[derive(Debug)]
 pub struct Binding {
     pub worker: WorkerRef,

@@ -77,7 +77,7 @@ const KV_BYTES_PER_TOKEN_ASSUMED: u64 = 160 << 10;
 
 const WHOLE_MILLI: u64 = 1000;
 
-/// Its many fields: the API shows all of them for recent placements, as one flat JSON object.
+/// The API shows all fields for recent placements, as one flat JSON object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figures {
     pub worker: WorkerRef,

@@ -59,7 +59,7 @@ pub(crate) struct AccessEntry {
     log: AccessLog,
 }
 
-/// Unknown members are left out. Its many fields: the line is flat.
+/// Unknown members are left out.
 #[derive(Debug, Default, Serialize)]
 #[serde(default)]
 struct AccessLine {
@@ -85,7 +85,7 @@ struct AccessLine {
     turn: Option<TurnMembers>,
 }
 
-/// The names are those of `GET /v1/turns`. Its many fields: the line is flat.
+/// The names are those of `GET /v1/turns`.
 #[derive(Debug, Serialize)]
 struct TurnMembers {
     turn: String,

@@ -13,7 +13,6 @@ use crate::{metrics::TurnOutcome, placement::Reason};
 /// A record has about 400 bytes, so they take 1.6 MiB. At 40 turns a second they cover 100 s.
 pub(crate) const RECORDS_MAX: usize = 4_096;
 
-/// Its many fields: whoever shows, counts or logs the end of a turn reads it here.
 #[derive(Debug, Clone)]
 pub(crate) struct TurnRecord {
     pub(crate) turn: u64,

@@ -47,7 +47,6 @@ use crate::{
     shares::Sharer,
 };
 
-/// Its many fields: each step from sending the turn to the end of its answer reads its own.
 #[derive(Debug)]
 pub(crate) struct PlacedTurn {
     pub(super) worker: WorkerRef,

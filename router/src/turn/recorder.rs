@@ -48,7 +48,7 @@ impl Observers {
     }
 }
 
-/// Records the turn's end on drop. Its many fields: each that counts or shows the end has its own.
+/// Records the turn's end on drop.
 #[derive(Debug)]
 pub(crate) struct TurnRecorder {
     metrics: Arc<Metrics>,

@@ -111,7 +111,6 @@ pub struct SessionIntent {
     pub idle_ms_max: Option<u64>,
 }
 
-/// Its many fields: each is read from another place of the request, and used by another step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
     pub session: Option<SessionIntent>,

@@ -49,7 +49,6 @@ impl TurnFlags {
     }
 }
 
-/// Its many fields: each step of a turn has its own part, and every request passes most steps.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) auth: Authenticator,

@@ -1,17 +1,12 @@
 """Audits the KV pool's pages when the agent requests it, with the library `libberth_kv`.
 
 A page audit checks who holds each page of the pool: a row of the request table, the radix tree, or
-the free list. An audit also computes digests of pages that must not change any more. A later audit
-compares its digests with them, to see whether such a page has changed.
+the free list. It also compares digests of pages that must not change any more with earlier digests.
 
-An audit does two things on the scheduler's thread. First it hands a snapshot (see `snapshot`) to
-the library. The device then copies the rows and computes the digests in the background. When the
-copy is complete, the audit tells the library which rows have changed meanwhile. Then the library
-works out the report from the copy, on the audit's thread. One audit runs at a time. A request
-during an audit waits until that audit has ended.
-
-`sampler` calls the `Auditor` between the scheduler's steps, and sends its answers. The agent, not
-this module, reads the report.
+An audit hands a snapshot to the library on the scheduler's thread. The device then copies the rows
+and computes the digests in the background. When the copy is complete, the audit tells the library,
+on the same thread, which rows have changed meanwhile. Then the library works out the report from
+the copy, on the audit's thread. A request during an audit waits until that audit has ended.
 """
 
 import threading
@@ -40,19 +35,16 @@ class Auditor:
     ):
         self._scheduler = scheduler
         self._wake_scheduler = wake_scheduler
-        # The number of the request for which no audit has begun yet.
+        # Of the request for which no audit has begun yet.
         self._requested_number: int | None = None
         self._running_audit: _Audit | None = None
-        # The frame that answers the agent.
         self._answer: bytes | None = None
-        # The library's handle for this pool.
         self._page_audits: PageAudits | None = None
-        # The CUDA ordinal of the pool's device; -1 if it is no CUDA device.
+        # -1 if the pool is not on a CUDA device.
         self._cuda_ordinal = -1
-        # The device's name and the bytes of KV per page, for the hello.
+        # For the hello.
         self.device, self.page_bytes = "", 0
-        # Why no audit is possible; empty if audits are possible. The engine may lack what an audit
-        # needs (`off_reason`).
+        # Empty if audits are possible. The engine may lack what an audit needs (`off_reason`).
         self.refusal = off_reason
         try:
             self._open_library()
@@ -77,46 +69,40 @@ class Auditor:
         )
 
     def request(self, number: int) -> None:
-        """Requests an audit. The number is part of the answer. Replaces an earlier request for
-        which no audit has begun yet."""
+        """Replaces an earlier request for which no audit has begun yet."""
         self._requested_number = number
 
     def forget_request(self) -> None:
-        """Drops the request and the answer, because the agent that asked has disconnected. A
-        running audit continues, but isn't answered."""
+        """The agent that asked has disconnected. A running audit continues, but isn't answered."""
         self._requested_number = self._answer = None
         if self._running_audit is not None:
             self._running_audit.number = None
 
     @property
     def can_begin(self) -> bool:
-        """Whether an audit is requested and none is running."""
         return self._requested_number is not None and self._running_audit is None
 
     def begin(self) -> None:
-        """Begins the requested audit. Must be called before a step's requests are handled, when no
-        change of the pool is half done."""
+        """Must be called before a step's requests are handled, when no change of the pool is half
+        done."""
         if self.can_begin:
             self._run_guarded(self._begin)
 
     def advance(self) -> None:
-        """Continues the running audit. May be called after any step."""
+        """May be called after any step."""
         if self._running_audit is not None:
             self._run_guarded(self._advance)
 
     @property
     def has_answer(self) -> bool:
-        """Whether an answer is ready."""
         return self._answer is not None
 
     def take_answer(self) -> bytes:
-        """Returns the frame that answers the request, and forgets it."""
         frame, self._answer = self._answer, None
         return frame
 
     def _run_guarded(self, audit_part: Callable[[], None]) -> None:
-        """Runs a part of an audit, and turns its error into a refusal. Adds the time of the part to
-        the time that the audit takes on the scheduler's thread."""
+        """Turns an error of `audit_part` into a refusal."""
         begin_ns = time.perf_counter_ns()
         try:
             audit_part()
@@ -132,7 +118,7 @@ class Auditor:
             self._running_audit.spent_ns += time.perf_counter_ns() - begin_ns
 
     def _refuse(self, reason: str) -> None:
-        """Gives up the running audit, or else the requested one, and answers with the reason."""
+        """Gives up the running audit, or else the requested one."""
         audit = self._running_audit
         number = audit.number if audit else self._requested_number
         if audit is not None:
@@ -144,7 +130,6 @@ class Auditor:
             self._answer = wire.encode(wire.Audited(number, (0, 0), reason, [], b""))
 
     def _begin(self) -> None:
-        """Takes a snapshot, and lets the library copy the rows that the snapshot names."""
         if self.refusal:
             raise AuditError(self.refusal)
         pool_snapshot = snapshot.take_snapshot(self._scheduler)
@@ -155,7 +140,6 @@ class Auditor:
         self._page_audits.begin(pool_snapshot, self._current_stream(), digest_bytes_max)
 
     def _advance(self) -> None:
-        """Starts the audit's thread once the copy is complete, and then waits for its report."""
         audit = self._running_audit
         if audit.thread is None:
             if self._page_audits.is_copied():
@@ -170,9 +154,8 @@ class Auditor:
                 self._answer = wire.encode(answer)
 
     def _current_stream(self) -> int:
-        """Returns the scheduler's current CUDA stream; 0 if the pool is not on a CUDA device. The
-        device works on an audit after the work that is already queued on this stream, because the
-        snapshot is valid only after that work."""
+        """Returns 0 if the pool is not on a CUDA device. The device works on an audit after the
+        work that is already queued on this stream: only then is the snapshot valid."""
         if self._cuda_ordinal < 0:
             return 0
         import torch
@@ -181,31 +164,27 @@ class Auditor:
 
 
 class _Audit:
-    """One running audit."""
-
     def __init__(self, number: int, pool_snapshot: snapshot.Snapshot, page_audits: PageAudits):
-        # The request's number. None if the agent that sent the request has disconnected.
+        # None if the agent that sent the request has disconnected.
         self.number: int | None = number
         self.snapshot = pool_snapshot
-        # The time that the audit has taken on the scheduler's thread.
+        # On the scheduler's thread.
         self.spent_ns = 0
-        # The thread that works out the report; None while the device still copies.
+        # None while the device still copies.
         self.thread: threading.Thread | None = None
         self._page_audits = page_audits
-        # The report, or the error that ended the audit.
         self._report: bytes | AuditError = AuditError(
             "the audit's thread has ended without a result"
         )
 
     def start_accounting(self, rows_now: list[snapshot.Row], on_end: Callable[[], None]) -> None:
-        """Starts the thread that works out the report, and then calls `on_end`."""
+        """The audit's thread calls `on_end` when the report is ready or has failed."""
         self.thread = threading.Thread(
             target=self._account, args=(rows_now, on_end), name="berth-audit", daemon=True
         )
         self.thread.start()
 
     def _account(self, rows_now: list[snapshot.Row], on_end: Callable[[], None]) -> None:
-        """Waits for the library's report, on the audit's thread."""
         try:
             self._report = self._page_audits.finish(rows_now)
         except AuditError as error:
@@ -213,7 +192,7 @@ class _Audit:
         on_end()
 
     def report(self) -> bytes:
-        """Returns the report, or raises the error that the library reported instead."""
+        """Raises the error that the library reported instead of a report."""
         if isinstance(self._report, AuditError):
             raise self._report
         return self._report

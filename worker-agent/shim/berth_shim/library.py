@@ -1,12 +1,8 @@
 """Calls the library `libberth_kv` for page audits, through ctypes.
 
-A page audit checks who holds each page of the KV pool. The library reads the engine's request table
-and its KV buffers in place. `audit` passes snapshots of the pool to `PageAudits` and gets reports.
-This module decides nothing: it only converts arguments, and turns the library's errors into an
-`AuditError`.
-
-`kernels/capi/berth_kv.h` documents the library's functions and structures. The structures below
-must have the same fields in the same order.
+The library reads the engine's request table and its KV buffers in place. `kernels/capi/berth_kv.h`
+documents its functions and structures. The structures below must have the same fields in the same
+order.
 """
 
 import ctypes
@@ -20,9 +16,7 @@ from .buffers import Buffer
 from .snapshot import AuditError, Row, Snapshot
 from .wire import AUDIT_BYTES_MAX
 
-# The version of the library's interface that this module calls.
 ABI_VERSION = 1
-# The default file names of the library, and of its kernels for the GPU.
 LIBRARY_FILE, KERNELS_FILE = "libberth_kv.so", "kv_account.fatbin"
 
 
@@ -77,7 +71,6 @@ class Library:
             )
 
     def _declare_functions(self) -> None:
-        """Tells ctypes the result and argument types of each function."""
         functions, uint32s, uint64s = self._functions, POINTER(c_uint32), POINTER(c_uint64)
         signatures = {
             "abi": (c_uint32, []),
@@ -100,9 +93,7 @@ class Library:
         buffers: Sequence[Buffer],
         cuda_ordinal: int,
     ) -> "PageAudits":
-        """Opens a pool of `pool_pages` pages for audits. `request_table` is the tensor of the
-        engine's request table, and `cuda_ordinal` the pool's CUDA device, or -1 if the pool is in
-        host memory."""
+        """`request_table` is a tensor. `cuda_ordinal` is -1 if the pool is in host memory."""
         row_count, row_stride = request_table.shape[0], request_table.stride(0)
         # The engine's pool has one page more than it offers.
         pool = _Pool(
@@ -116,15 +107,14 @@ class Library:
         return PageAudits(self, self._functions, handle, page_bytes)
 
     def check_result(self, result: int) -> int:
-        """Returns the result of a call. Raises the library's error if the result is negative."""
+        """Raises the library's error if `result` is negative."""
         if result < 0:
             raise AuditError(self._functions.berth_kv_error().decode(errors="replace"))
         return result
 
 
 class PageAudits:
-    """Makes audits of one pool, one at a time. Call `begin`, wait until `is_copied` returns true,
-    and then call `finish`."""
+    """One audit at a time: call `begin`, wait until `is_copied` is true, then call `finish`."""
 
     def __init__(self, library: Library, functions: Any, handle: c_uint64, page_bytes: int):
         self._library = library
@@ -134,9 +124,8 @@ class PageAudits:
         self._report_buffer = ctypes.create_string_buffer(AUDIT_BYTES_MAX)
 
     def begin(self, snapshot: Snapshot, stream: int, digest_bytes_max: int) -> None:
-        """Starts to copy what the snapshot names. The library copies on a CUDA stream of its own,
-        after the work that is already queued on `stream`. It also digests at most
-        `digest_bytes_max` bytes of KV."""
+        """The library copies on a CUDA stream of its own, after the work that is already queued on
+        `stream`. It digests at most `digest_bytes_max` bytes of KV."""
         rows = (_Row * len(snapshot.rows))(*(
             (row.row_index, row.tokens, row.holder_number, row.sealed_tokens,
              row.protected_tokens, 0, row.version)
@@ -151,13 +140,11 @@ class PageAudits:
         )))
 
     def is_copied(self) -> bool:
-        """Whether the copy is complete."""
         return bool(self._library.check_result(self._functions.berth_kv_ready(self._handle)))
 
     def finish(self, rows_now: Sequence[Row]) -> bytes:
-        """Returns the report. `rows_now` are the rows in use after the copy. Their versions tell
-        which rows have changed since the snapshot. Blocks until the device is done, but releases
-        Python's global lock meanwhile."""
+        """`rows_now` are the rows in use after the copy; their versions tell which have changed.
+        Blocks until the device is done, but releases Python's global lock meanwhile."""
         rows = (c_uint32 * len(rows_now))(*(row.row_index for row in rows_now))
         versions = (c_uint64 * len(rows_now))(*(row.version for row in rows_now))
         report_bytes = self._library.check_result(self._functions.berth_kv_finish(
@@ -167,10 +154,8 @@ class PageAudits:
         return self._report_buffer.raw[:report_bytes]
 
     def abandon(self) -> None:
-        """Ends the running audit without a report."""
         self._functions.berth_kv_abandon(self._handle)
 
 
 def _id_list(ids: Any) -> _List:
-    """Returns a tensor of ids as the library's list: its address and its length."""
     return _List(ids.data_ptr(), ids.numel())

@@ -1,13 +1,9 @@
 """Takes a snapshot of the KV pool between two scheduler steps, for the page audit.
 
-The page audit checks who holds each page of the pool. A snapshot has the rows of the engine's
-request table with their holders, the free pages, and the tokens in the radix tree. A session holds
-a row while it has KV; so does a running request without a session. `audit` takes the snapshots, and
-the library `libberth_kv` compares them with the pages.
-
-The snapshot only says which rows to read. The engine may change a row while the device still copies
-the row. So each row has a version: as long as the version is the same, the row's entries in use are
-the same.
+A session holds a row of the engine's request table while it has KV; so does a running request
+without a session. The snapshot only says which rows to read. The engine may change a row while the
+device still copies the row. So each row has a version: while the version stays the same, so do the
+row's entries in use.
 """
 
 from typing import Any, NamedTuple
@@ -25,39 +21,37 @@ class AuditError(Exception):
 class Row(NamedTuple):
     """A row of the engine's request table, with its holder: a session, or a request without one."""
 
-    # The row's index in the request table.
     row_index: int
-    # The number of the row's leading entries that are in use.
+    # The leading entries that are in use.
     tokens: int
-    # The number of the holder. The sessions that the snapshot names come first, in the order of
-    # their names. Holders without a name get the numbers after them.
+    # The sessions that the snapshot names come first, in the order of their names. Holders without
+    # a name get the numbers after them.
     holder_number: int
-    # While the version stays the same, so do the row's entries in use.
     version: int
-    # Identifies the KV's content. The key changes whenever the holder's KV is computed anew.
+    # Changes whenever the holder's KV is computed anew.
     key: int
-    # The number of leading tokens that are *sealed*: their KV is written and doesn't change any
-    # more. It is 0 while a turn of the session may still write.
+    # Leading tokens whose KV is written and doesn't change any more. 0 while a turn of the session
+    # may still write.
     sealed_tokens: int
-    # The number of leading tokens that are in the radix tree, where the holder locks them.
+    # Leading tokens that are in the radix tree, where the holder locks them.
     protected_tokens: int
 
 
 class Snapshot(NamedTuple):
-    """The holders of the pool's pages. The engine never writes to the snapshot's tensors."""
+    """The engine never writes to the tensors."""
 
-    # The names of the sessions that hold rows. A session's number is its index in this list.
+    # Of sessions that hold rows. A session's number is its index in this list.
     session_names: list[str]
     rows: list[Row]
-    # The ids of the free pages, as an int64 tensor on the pool's device.
+    # Page ids, as an int64 tensor on the pool's device.
     free_pages: Any
-    # The token slots that are in the radix tree, as an int64 tensor on the pool's device.
+    # Token slots, as an int64 tensor on the pool's device.
     tree_slots: Any
 
 
 def audit_refusal(scheduler: Any) -> str:
-    """Returns why the pool's pages can't be audited; empty if they can be. In every configuration
-    without a reason, each page belongs to a row, is free, or is in the radix tree."""
+    """Empty if the pages can be audited: then each page belongs to a row, is free, or is in the
+    radix tree."""
     allocator = scheduler.token_to_kv_pool_allocator
     name = type(allocator).__name__
     reasons = {
@@ -84,9 +78,8 @@ def audit_refusal(scheduler: Any) -> str:
 
 
 def take_snapshot(scheduler: Any) -> Snapshot:
-    """Takes a snapshot. Must be called between two steps, on the scheduler's thread.
-
-    Raises an `AuditError` while a beam search runs, because its rows belong to no request."""
+    """Must be called between two steps, on the scheduler's thread. Raises an `AuditError` while a
+    beam search runs, because its rows belong to no request."""
     if any(request.beam_group is not None for request in live_requests(scheduler)):
         raise AuditError("a beam search is running; ask again later")
     session_names, rows = list_rows(scheduler)
@@ -100,10 +93,8 @@ def take_snapshot(scheduler: Any) -> Snapshot:
 
 
 def list_rows(scheduler: Any) -> tuple[list[str], list[Row]]:
-    """Returns the names of the sessions that hold rows, and all rows held now.
-
-    A session's number is the index of its name. At most AUDIT_NAMES_MAX sessions are named, and
-    none with an id that is too long to send. Rows of other holders have numbers without a name."""
+    """Returns the names of the sessions that hold rows, and all rows held now. At most
+    AUDIT_NAMES_MAX sessions are named, and none with an id that is too long to send."""
     generations = scheduler.req_to_token_pool.req_generation.tolist()
     slots = scheduler.tree_cache.session.slots
     sessions = scheduler.session_controller.sessions
@@ -113,7 +104,6 @@ def list_rows(scheduler: Any) -> tuple[list[str], list[Row]]:
     # still write for the turn. And refusing a second turn clears the flag while the first runs.
     busy_sessions = {id(request.session) for request in requests if request.session is not None}
     session_kv = [(name, slot.kv) for name, slot in slots.items() if slot.kv.holds_kv]
-    # Sessions whose names can be sent come first.
     session_kv.sort(key=lambda name_and_kv: not is_nameable(name_and_kv[0]))
     session_names = [name for name, _ in session_kv[:AUDIT_NAMES_MAX] if is_nameable(name)]
     rows: list[Row] = []
@@ -136,12 +126,11 @@ def list_rows(scheduler: Any) -> tuple[list[str], list[Row]]:
 def _make_row(
     holder_number: int, kv: Any, generations: list[int], holder_name: str, sealed_tokens: int
 ) -> Row:
-    """Returns the row that the KV record `kv` names. `generations` has a number for each row, which
-    the engine changes each time it assigns the row."""
+    """`generations` has a number for each row, which the engine changes when it assigns the row."""
     row_index, generation = kv.req_pool_idx, generations[kv.req_pool_idx]
-    # The version must change when the engine replaces the row's leading pages by the tree's pages.
-    # That also changes the protected length. The version must also change when a turn begins or
-    # ends, because pages after the sealed tokens may be freed. That also changes `sealed_tokens`.
+    # The version must change when the engine replaces the row's leading pages by the tree's pages,
+    # which changes the protected length, and when a turn begins or ends, which changes
+    # `sealed_tokens`: pages after the sealed tokens may then be freed.
     version = hash((generation, kv.cache_protected_len, sealed_tokens)) & _U64_MASK
     key = hash((row_index, generation, holder_name)) & _U64_MASK
     return Row(

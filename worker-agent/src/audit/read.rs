@@ -1,10 +1,6 @@
 //! Decodes the report of an audit, and replaces the session numbers in it by session ids.
 //!
-//! An audit finds out who uses each page of the engine's KV pool. The *shim* (our code in the
-//! engine's process) makes the report with the library of the crate `kernels`. The report names
-//! sessions by numbers, and the shim's answer has the list of their ids. [`super::Audits`] calls
-//! [`decode_audit`] for each answer and gets an [`Audit`] with the age 0. This file only converts;
-//! [`super`] decides what a fault means for the engine.
+//! The report names sessions by numbers, and the shim's answer has the list of their ids.
 
 use std::time::Instant;
 
@@ -14,33 +10,28 @@ use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use super::Audit;
 use crate::shim::AuditReply;
 
-/// The maximum number of sessions in an [`Audit`]. If a report has more sessions, those with the
-/// fewest pages are left out.
+/// If a report has more sessions, those with the fewest pages are left out.
 const SESSIONS_MAX: usize = 1000;
 
 /// The pages of one session, or of one turn without a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionPages {
-    /// The id of the session's incarnation (one life of the session inside the engine). `None` for
-    /// a turn (one request) without a session.
+    /// `None` for a turn without a session.
     pub incarnation: Option<String>,
-    /// The number of pages that the session references.
     pub pages: u64,
-    /// The number of pages that only this session references.
+    /// The pages that only this session references.
     pub exclusive_pages: u64,
-    /// The number of pages that closing the session frees at once. `None` if the audit didn't see
-    /// every user of every page, because the engine's request table changed meanwhile.
+    /// `None` if the audit didn't see every user of every page, because the engine's request table
+    /// changed meanwhile.
     pub freed_by_close_pages: Option<u64>,
-    /// The session's share of the pages that it references, in thousandths of a page. Each page is
-    /// divided equally among all references to it.
+    /// In thousandths of a page. Each page is divided equally among all references to it.
     pub share_milli: u64,
-    /// The number of runs of consecutive pages.
+    /// Runs of consecutive pages.
     pub runs: u64,
-    /// The number of unused token slots in the session's last page.
+    /// Unused token slots in the session's last page.
     pub tail_tokens: u64,
 }
 
-/// Decodes the report in the shim's answer, which arrived at `arrived_at`.
 pub(super) fn decode_audit(reply: &AuditReply, arrived_at: Instant) -> Result<Audit, String> {
     let report = Report::decode(&reply.report).map_err(|error| error.to_string())?;
     let session_id = |number: u32| {
@@ -65,7 +56,6 @@ pub(super) fn decode_audit(reply: &AuditReply, arrived_at: Instant) -> Result<Au
     Ok(Audit { arrived_at, pages: page_audit(&report, session_id), sessions })
 }
 
-/// Converts the report's totals and findings.
 fn page_audit(report: &Report, session_id: impl Fn(u32) -> Option<String>) -> PageAudit {
     PageAudit {
         age_ms: 0,
@@ -91,7 +81,6 @@ fn page_audit(report: &Report, session_id: impl Fn(u32) -> Option<String>) -> Pa
     }
 }
 
-/// Converts the findings of one kind of fault.
 fn page_finding(
     kind_findings: &report::KindFindings,
     session_id: &impl Fn(u32) -> Option<String>,
@@ -111,7 +100,7 @@ fn page_finding(
     }
 }
 
-/// Converts a fixed-point number with 32 fractional bits to thousandths, rounded.
+/// `q32` is a fixed-point number with 32 fractional bits. Rounds.
 fn to_thousandths(q32: u64) -> u64 {
     let milli = (u128::from(q32) * 1000 + (1 << 31)) >> 32;
     u64::try_from(milli).unwrap_or(u64::MAX)

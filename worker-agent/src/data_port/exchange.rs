@@ -50,8 +50,7 @@ const DISCONNECT_NOTICE_TIME_MAX: Duration = Duration::from_secs(5);
 const REFUSED_ANSWER_MAX: Duration = Duration::from_secs(1);
 
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
-/// passed), a task takes over and waits for the turn's end. Its many fields: they are one turn's
-/// state, and all move to that task.
+/// passed), a task takes over the whole state and waits for the turn's end.
 pub(super) struct Exchange {
     rid: String,
     /// `None` once the turn has ended.

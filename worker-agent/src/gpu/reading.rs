@@ -26,7 +26,6 @@ impl Identity {
     }
 }
 
-/// Its many fields: one for each value that NVML reports.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reading {
     pub memory: Option<Memory>,

@@ -1,9 +1,7 @@
 //! Handles the calls to the owner task that open, close and demote sessions.
 //!
-//! A session is a chain of turns (one request and its answer each) that share a growing prefix. To
-//! demote it is to give its KV to the engine's radix tree; it keeps its history. The session table
-//! decides. An opening waits in `waiters`, by its request id. A demotion waits here, by its
-//! session, until the engine's shim has answered or the table has given it up, after seconds.
+//! An opening waits in `waiters`, by its request id. A demotion waits here, by its session, until
+//! the engine's shim has answered or the table has given the demotion up, after seconds.
 
 use std::time::Duration;
 
@@ -14,13 +12,11 @@ use tokio::sync::oneshot;
 use super::{Error, OpenedSession, Owner, handle::new_rid, waiters::Waiter};
 use crate::session::{self, Table};
 
-/// The most callers that wait for a demotion. Each waits seconds at most, and a router sends a call
-/// for each request of an operator or client.
+/// A caller waits seconds at most. A router sends one call per request of an operator or client.
 const DEMOTIONS_WAITING_MAX: usize = 1024;
 
 type DemotionReply = oneshot::Sender<Result<(), Error>>;
 
-/// The callers that wait until their sessions are demoted.
 #[derive(Default)]
 pub(super) struct PendingDemotions(Vec<(SessionKey, DemotionReply)>);
 
@@ -43,7 +39,6 @@ impl PendingDemotions {
         }
     }
 
-    /// Answers the callers that wait for the demotion of a session.
     pub(super) fn finish(&mut self, key: &SessionKey, result: &Result<(), session::Error>) {
         for (_, reply) in self.0.extract_if(.., |(waiting, _)| waiting == key) {
             let _ = reply.send(result.clone().map_err(Error::from));
@@ -52,7 +47,6 @@ impl PendingDemotions {
 }
 
 impl Owner {
-    /// Opens a session. `reply` gets the session once it is open, or the reason why it isn't.
     pub(super) fn open(
         &mut self,
         key: SessionKey,
@@ -74,8 +68,7 @@ impl Owner {
         }
     }
 
-    /// Closes a session; with `only_if_idle`, only without turns. `reply` gets whether the close
-    /// waits for a running turn.
+    /// `reply` gets whether the close waits for a running turn.
     pub(super) fn close(
         &mut self,
         key: &SessionKey,
@@ -86,8 +79,7 @@ impl Owner {
         let _ = reply.send(closed.map_err(Error::from));
     }
 
-    /// Demotes a session. `reply` gets the result once the session's KV is in the radix tree, or
-    /// the reason why it isn't.
+    /// `reply` gets the result once the session's KV is in the radix tree.
     pub(super) fn demote(&mut self, key: SessionKey, reply: DemotionReply) {
         let demoted = self
             .check_usable()

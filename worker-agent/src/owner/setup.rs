@@ -1,7 +1,4 @@
 //! Defines what the owner task needs to start, and makes the parts of the task from that.
-//!
-//! The owner task keeps the agent's sessions (chains of requests that share a growing prefix), and
-//! admits turns (one request and its answer each). `lib.rs` fills [`OwnerSetup`] from the settings.
 
 use std::time::Duration;
 
@@ -32,31 +29,21 @@ use crate::{
     shim::{ShimHandle, trim::TrimHandle},
 };
 
-/// What the owner task needs to start.
 #[derive(Debug)]
 pub struct OwnerSetup {
-    /// What reports and descriptions say of the agent itself.
     pub reporter: ReporterSetup,
-    /// The client of the engine.
     pub engine: EngineClient,
-    /// The GPUs that the engine runs on.
     pub gpus: Gpus,
-    /// The limits on admission.
+    /// On admission.
     pub limits: Limits,
-    /// The settings of the session table.
     pub table_settings: TableSettings,
-    /// The file that lists the open sessions, so that the next agent process can close them.
+    /// Lists the open sessions, so that the next agent process can close them.
     pub journal: Journal,
-    /// Sends commands to the shim inside the engine.
     pub shim: ShimHandle,
-    /// Answers the questions of the trimmer inside the engine.
     pub trimmer: TrimHandle,
-    /// The agent's metrics.
     pub metrics: Metrics,
-    /// The interval between audits of each rank, which check who holds each page of the KV pool.
     /// `None`: audits are made only on demand.
     pub audit_interval: Option<Duration>,
-    /// How long the engine may do or say nothing.
     pub engine_patience: EnginePatience,
 }
 
@@ -65,12 +52,10 @@ pub struct OwnerSetup {
 pub struct EnginePatience {
     /// The engine counts as stuck if turns wait in it and it runs nothing for this long.
     pub stall_max: Duration,
-    /// The engine counts as silent if it has said nothing for this long.
     pub silent_max: Duration,
 }
 
 impl OwnerSetup {
-    /// Returns the state of an owner task that has no sessions and knows no engine yet.
     pub(super) fn into_owner(
         self,
         mailbox: mpsc::Sender<OwnerMessage>,

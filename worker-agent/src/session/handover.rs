@@ -49,7 +49,6 @@ impl Moment {
     }
 }
 
-/// Its many fields: one for each fact that the next process needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HandedSession {

@@ -15,7 +15,6 @@ use super::{
     lifecycle::{GoneReason, Kv, State},
 };
 
-/// Its many fields: one for each concern of the table's modules.
 #[derive(Debug, Clone)]
 pub struct Session {
     pub dp_rank: u32,

@@ -79,7 +79,6 @@ pub use self::{
     weights::WeightsReport,
 };
 
-/// Its many fields: each is a part that the decisions of the other modules need together.
 #[derive(Debug)]
 pub struct Table {
     settings: TableSettings,

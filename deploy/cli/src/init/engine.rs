@@ -36,7 +36,7 @@ pub struct GpuFlags {
     pub hosts: usize,
 }
 
-/// An engine that answered. Its many fields: one for each member that `init` uses.
+/// An engine that answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundEngine {
     pub url: String,

@@ -90,7 +90,7 @@ impl Default for Answers {
     }
 }
 
-/// What is shown. Its many fields: what was answered, and what the user chose.
+/// What the router answered, and what the user chose.
 #[derive(Debug)]
 pub struct App {
     pub router: String,

@@ -12,25 +12,23 @@ use syn::{
     visit::{self, Visit},
 };
 
-/// A metric, as Prometheus sees it without the prefix of the binary.
+/// As Prometheus sees it, without the prefix of the binary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Registered {
     pub(super) name: String,
     pub(super) help: String,
     /// `counter`, `gauge`, `histogram` or `info`.
     pub(super) kind: &'static str,
-    /// The names of the labels. `None`: the code makes them by a function.
+    /// `None`: the code makes them by a function.
     pub(super) labels: Option<Vec<String>>,
 }
 
 impl Registered {
-    /// Whether the metric is one of GPUs.
     pub(super) fn is_of_devices(&self) -> bool {
         self.name.starts_with("gpu_")
     }
 }
 
-/// Returns the metrics of a source file.
 pub(super) fn read(text: &str) -> anyhow::Result<Vec<Registered>> {
     let mut file = syn::parse_file(text)?;
     file.items.retain(|item| !is_test(item));
@@ -110,7 +108,6 @@ impl Reader {
         self.types.entry(name).or_default().push(ty.clone());
     }
 
-    /// Binds the names of a pattern to the parts of a value.
     fn bind(&mut self, pattern: &Pat, value: &Expr) {
         match (pattern, value) {
             (Pat::Ident(name), _) => {
@@ -126,7 +123,7 @@ impl Reader {
         }
     }
 
-    /// Returns what an expression stands for: without references, clones and names.
+    /// Looks through references, clones and names.
     fn resolve(&self, value: &Expr) -> Expr {
         match value {
             Expr::Reference(inner) => self.resolve(&inner.expr),
@@ -159,7 +156,7 @@ impl Reader {
         }
     }
 
-    /// Returns the unit in a name, from `Unit::Seconds`, `Some("tokens")` and the like.
+    /// From `Unit::Seconds`, `Some("tokens")` and the like.
     fn unit(&self, value: &Expr) -> Option<String> {
         match self.resolve(value) {
             Expr::Lit(_) => self.text(value),
@@ -177,7 +174,6 @@ impl Reader {
         kind_of(&path.path.segments.last()?.ident.to_string())
     }
 
-    /// Returns the type of a metric, and the labels of a family.
     fn metric(&self, value: &Expr) -> Option<(&'static str, Vec<String>)> {
         match self.resolve(value) {
             Expr::Field(field) => match &field.member {
@@ -201,7 +197,6 @@ impl Reader {
         }
     }
 
-    /// Returns the type and labels of what has this name and is a metric.
     fn metric_named(&self, name: &str) -> Option<(&'static str, Vec<String>)> {
         self.types.get(name)?.iter().find_map(|ty| self.metric_of(ty))
     }

@@ -7,26 +7,20 @@ use serde_json::json;
 
 use super::{Code, Refusal};
 
-/// What the answer of an aborted turn depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct AbortedTurn<'a> {
-    /// The kind of the turn's route.
     pub kind: Kind,
     /// The client's name of the turn.
     pub rid: &'a str,
-    /// Whether the client asked for a stream.
     pub wants_stream: bool,
-    /// Whether the turn has one prompt and one answer.
+    /// Has one prompt and one answer.
     pub is_single: bool,
 }
 
 impl AbortedTurn<'_> {
-    /// Returns the answer. On `/generate` it is what SGLang answers to a turn that it aborts in its
-    /// queue: trainers read it there. On other routes an answer needs counts that only the engine
-    /// makes, so the turn is refused.
-    ///
-    /// # Errors
-    /// The refusal.
+    /// On `/generate` it is what SGLang answers to a turn that it aborts in its queue: trainers
+    /// read it there. On other routes an answer needs counts that only the engine makes, so the
+    /// turn is refused.
     pub fn answer(self) -> Result<Response, Refusal> {
         if self.kind != Kind::Generate || !self.is_single {
             return Err(Refusal::new(Code::TurnAborted, "the turn was aborted before it ran"));

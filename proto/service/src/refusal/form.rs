@@ -6,17 +6,14 @@ use serde_json::{Value, json};
 
 use super::{Code, Refusal};
 
-/// The API that a client uses, as the path of its request says, or a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Api {
-    /// OpenAI's. SGLang's own routes have their errors in the same place.
+    /// SGLang's own routes have their errors in the same place.
     OpenAi,
-    /// Anthropic's.
     Anthropic,
 }
 
 impl Api {
-    /// Returns the API to which a request belongs.
     #[must_use]
     pub fn for_request(path: &str, headers: &HeaderMap) -> Self {
         let is_below = |root: &str| {
@@ -28,7 +25,6 @@ impl Api {
         if is_below("/v1/messages") || lists_models { Self::Anthropic } else { Self::OpenAi }
     }
 
-    /// Returns the body of a refusal. `request_id` names the request that was refused.
     #[must_use]
     pub fn body(self, refusal: &Refusal, request_id: &str) -> Bytes {
         let (message, code) = (&refusal.message, refusal.code.as_str());
@@ -53,8 +49,8 @@ impl Api {
         body.to_string().into()
     }
 
-    /// Returns the last events of a stream that ends with an error after its head was sent. `body`
-    /// is the body that an answer with `status` would have had: a refusal, or the engine's error.
+    /// The last events of a stream that ends with an error after its head was sent. `body` is the
+    /// body that an answer with `status` would have had: a refusal, or the engine's error.
     #[must_use]
     pub fn error_events(self, status: StatusCode, body: &[u8]) -> Bytes {
         let event = match (self, serde_json::from_slice(body)) {
@@ -77,7 +73,6 @@ impl Api {
         events.into()
     }
 
-    /// Returns the type of the errors with this status.
     fn error_type(self, status: StatusCode) -> &'static str {
         match (status.as_u16(), self) {
             (401, _) => "authentication_error",

@@ -56,7 +56,7 @@ impl From<bool> for Value {
     }
 }
 
-/// A span that has ended. Its many fields: OTLP's spans are flat.
+/// A span that has ended; flat, as OTLP's spans are.
 #[derive(Debug, Clone)]
 pub struct SpanRecord {
     pub trace_id: TraceId,

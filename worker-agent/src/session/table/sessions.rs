@@ -18,8 +18,8 @@ use super::{
     principals::{Principals, RestingSession},
 };
 
-/// Its many fields: one for each way in which the table looks for sessions, so that it need not
-/// look at all of them.
+/// Has an index for each way in which the table looks for sessions, so that the table need not look
+/// at all of them.
 #[derive(Debug)]
 pub(super) struct Sessions {
     /// Ordered by key, so that the same events always produce the same effects.
