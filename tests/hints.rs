@@ -14,22 +14,22 @@ async fn a_conversation_without_a_name_stays_by_its_prompt_and_is_no_session() {
     // The prompts are so long that computing one again costs more than any load here.
     let cluster = Cluster::start(3, |settings| {
         let core = &mut settings.engine.core;
-        (core.context_len, core.max_total_tokens) = (16_384, 65_536);
-        core.prefill_tokens_per_s = 20_000.0;
+        (core.context_len, core.max_total_tokens) = (32_768, 131_072);
+        core.prefill_tokens_per_s = 10_000.0;
     })
     .await
     .unwrap();
     let beginnings: Vec<String> =
-        (0..6).map(|one| format!("{one} of six conversations about this: ").repeat(160)).collect();
+        (0..6).map(|one| format!("{one} of six conversations about this: ").repeat(320)).collect();
     for beginning in beginnings {
         let mut text = beginning;
         let mut home = String::new();
         for turn in 0..4 {
             let answer = cluster.turn("/generate", &[], &text_turn(&text, 2)).await;
             let worker = answer.header("x-berth-worker").to_owned();
-            assert!(turn == 0 || worker == home, "turn {turn} went from {home} to {worker}");
-            assert_eq!(answer.header("x-berth-session-turn"), "", "it is no session's turn");
             let placed = cluster.placement_record(&answer).await;
+            assert!(turn == 0 || worker == home, "turn {turn}, from {home} to {worker}: {placed}");
+            assert_eq!(answer.header("x-berth-session-turn"), "", "it is no session's turn");
             let uncached_tokens = placed["uncached_tokens"].as_u64().unwrap();
             assert_eq!(turn > 0, uncached_tokens < 500, "turn {turn} has the rest: {placed}");
             home = worker;

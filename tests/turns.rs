@@ -181,18 +181,19 @@ async fn the_next_message_after_a_stop_runs_in_a_session_that_the_client_opened(
         settings.engine.core.context_len = 1 << 19;
     });
     let cluster = cluster.await.unwrap();
-    for sends_deltas in [false, true] {
-        let id = format!("deltas-{sends_deltas}");
-        cluster.open_pinned(&id).await;
-        let delta = ("x-berth-delta", "1");
-        let headers = [("x-berth-session-id", id.as_str()), delta];
-        let headers = if sends_deltas { &headers[..] } else { &headers[..1] };
+    for retention in ["pinned", "tagged"] {
+        let opens = json!({"session_id": retention, "retention": retention});
+        let opened = cluster.post("/v1/sessions", &[], &opens).await;
+        assert_eq!(opened.status, StatusCode::CREATED, "{}", opened.text());
+        // Without a shim, a pinned session takes deltas alone.
+        let headers = [("x-berth-session-id", retention), ("x-berth-delta", "1")];
+        let headers = if retention == "pinned" { &headers[..] } else { &headers[..1] };
         for round in 0..10 {
             let stream = cluster.stream("/generate", headers, text_turn("hello", ENDLESS)).await;
             // The client stops the answer, and its user's next message comes at once.
             drop(stream);
             let next = cluster.post("/generate", headers, &text_turn("hello you", 1)).await;
-            assert_eq!(next.status, StatusCode::OK, "{id}, round {round}: {}", next.text());
+            assert_eq!(next.status, StatusCode::OK, "{retention}, round {round}: {}", next.text());
         }
     }
 }
