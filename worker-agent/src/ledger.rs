@@ -18,7 +18,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights};
+use proto::{
+    load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights},
+    staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
+};
 
 use self::prefill::PrefillRate;
 use crate::{
@@ -65,6 +68,8 @@ pub struct Ledger {
     /// `None` until an engine process is known.
     engine: Option<EngineInfo>,
     sample: Option<LoadSample>,
+    /// By rank: the scheduler's clock at its newest snapshot, in µs, and when a sample first had it.
+    snapshots: HashMap<u32, (u64, Instant)>,
     prefill_rates: Vec<PrefillRate>,
     /// By rank, while its shim is connected.
     shims: HashMap<u32, ShimFigures>,
@@ -94,7 +99,14 @@ pub struct AgentHealth {
 impl Ledger {
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, engine: None, sample: None, prefill_rates: vec![], shims: HashMap::new() }
+        Self {
+            limits,
+            engine: None,
+            sample: None,
+            snapshots: HashMap::new(),
+            prefill_rates: vec![],
+            shims: HashMap::new(),
+        }
     }
 
     /// Forgets the figures of the process before.
@@ -106,6 +118,7 @@ impl Ledger {
         let mut info = info.clone();
         info.rows.truncate(RANKS_MAX as usize);
         self.sample = None;
+        self.snapshots.clear();
         self.prefill_rates = vec![PrefillRate::default(); info.rows.len()];
         self.shims.values_mut().for_each(|shim| shim.facts = None);
         let ranks = info.rows.iter().map(|&rows| RankCapacity {
@@ -131,6 +144,14 @@ impl Ledger {
             let rate = self.prefill_rates.get_mut(rank.dp_rank as usize);
             if let (Some(rate), Some(busy_us)) = (rate, rank.total_prefill_busy_us) {
                 rate.record_sample(sample.at, rank.total_prefill_uncached_tokens, busy_us);
+            }
+            if let Some(made_us) = rank.snapshot_us() {
+                let seen = self.snapshots.entry(rank.dp_rank).or_insert((made_us, sample.at));
+                if seen.0 != made_us {
+                    *seen = (made_us, sample.at);
+                }
+            } else {
+                self.snapshots.remove(&rank.dp_rank);
             }
         }
         self.sample = Some(sample);
@@ -299,7 +320,17 @@ impl Ledger {
     fn prefill_backlog(&self, now: Instant, table: &Table, dp_rank: u32) -> Option<Figure> {
         let (rank, at) = self.rank_sample(dp_rank)?;
         let unsampled_tokens = table.unsampled_prompt_tokens(dp_rank, at);
-        let value = rank.num_waiting_uncached_tokens?.saturating_add(unsampled_tokens);
+        let waiting_tokens = rank.num_waiting_uncached_tokens?;
+        // SGLang writes its account with its steps, and an idle engine once a second. So a sample may
+        // show the prompt of a turn that has ended, and the conversation's next turn would wait for
+        // it, or leave its KV.
+        let seen_at = self.snapshots.get(&dp_rank).map_or(at, |(_, seen_at)| *seen_at);
+        let rate = self.prefill_rates.get(dp_rank as usize).and_then(PrefillRate::tokens_per_s);
+        let tokens_per_s =
+            rate.map_or(PREFILL_TOKENS_PER_S_ASSUMED, |(tokens_per_s, _)| tokens_per_s);
+        let since_ms = age_ms(at, seen_at);
+        let computed_tokens = tokens_per_s.saturating_mul(since_ms.into()) / 1000;
+        let value = waiting_tokens.saturating_sub(computed_tokens).saturating_add(unsampled_tokens);
         Some(Figure { value, source: Source::Loads, age_ms: age_ms(now, at) })
     }
 
@@ -409,6 +440,8 @@ mod tests {
 
     const POOL_TOKENS: u64 = 1000;
     const PINNED: [Retention; 2] = [Retention::Pinned, Retention::None];
+    const LIMITS: Limits =
+        Limits { rows_reserve: 1, pin_rows_ratio: 0.5, pin_budget_ratio: 0.5, turns_max: 4 };
 
     fn engine() -> EngineInfo {
         let mut info = EngineInfo::example("first");
@@ -451,14 +484,36 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_is_computed_while_the_engine_s_account_of_it_stands_still() {
+        let now = service::clock::now();
+        let mut ledger = Ledger::new(LIMITS);
+        let table = table(ledger.set_engine(&engine(), PINNED.to_vec()));
+        let mut backlog = |made_s: f64, after_ms: u64| {
+            let at = now + Duration::from_millis(after_ms);
+            let rank = RankSample {
+                dp_rank: 0,
+                num_running_reqs: 1,
+                num_waiting_reqs: 0,
+                num_used_tokens: 0,
+                max_total_num_tokens: POOL_TOKENS,
+                total_prefill_uncached_tokens: 0,
+                total_prefill_busy_us: None,
+                num_waiting_uncached_tokens: Some(3_000),
+                timestamp: made_s,
+            };
+            let sample = LoadSample { at, ranks: vec![rank], connection: None, is_paused: false };
+            ledger.record_sample(sample);
+            ledger.prefill_backlog(at, &table, 0).unwrap().value
+        };
+        assert_eq!([backlog(1.0, 0), backlog(1.0, 100), backlog(1.0, 500)], [3_000, 2_000, 0]);
+        assert_eq!(backlog(2.0, 600), 3_000, "a new account");
+        assert_eq!([backlog(0.0, 700), backlog(0.0, 800)], [3_000; 2], "its age is unknown");
+    }
+
+    #[test]
     fn a_shims_figures_are_preferred_and_a_new_engine_process_has_none_yet() {
         let now = service::clock::now();
-        let mut ledger = Ledger::new(Limits {
-            rows_reserve: 1,
-            pin_rows_ratio: 0.5,
-            pin_budget_ratio: 0.5,
-            turns_max: 4,
-        });
+        let mut ledger = Ledger::new(LIMITS);
         // A shim may connect before the agent reaches the engine.
         ledger.add_shim(0, Some(3));
         let table = table(ledger.set_engine(&engine(), PINNED.to_vec()));

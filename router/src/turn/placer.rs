@@ -64,7 +64,7 @@ pub(crate) struct PlacedTurn {
     pub(super) conversation: Option<ConversationHold>,
     /// Set if the blocks were made. The worker has them after the turn.
     pub(super) blocks: Option<TurnBlocks>,
-    /// Leading prompt tokens resident on the worker, if known.
+    /// Leading prompt tokens resident on the worker, as reported or expected.
     pub(super) resident_tokens: Option<u64>,
     /// Prompt tokens that placement expects the worker that computes the prompt to compute.
     pub(super) uncached_tokens_expected: Option<u64>,
@@ -274,7 +274,15 @@ impl Placer {
         let count = |worker| {
             blocks.as_ref().and_then(|blocks| self.block_locator.reported_tokens(blocks, worker))
         };
-        let resident_tokens = count(placed.worker);
+        // Without reports, what the conversation is expected to have there: else the agent would
+        // report the whole prompt as backlog, and the conversation's next turn would avoid it.
+        let expected_tokens = || {
+            let prompt_tokens = blocks.as_ref()?.prompt_overlap().tokens;
+            Some(prompt_tokens.saturating_sub(placed.uncached_tokens_expected?))
+        };
+        let is_whole = placed.prefill.is_none();
+        let resident_tokens =
+            count(placed.worker).max(is_whole.then(expected_tokens).flatten().filter(|it| *it > 0));
         let mut prefill = placed.prefill;
         if let Some(prefill) = &mut prefill {
             prefill.resident_tokens = count(prefill.worker);

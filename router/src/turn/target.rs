@@ -15,7 +15,7 @@ pub(super) struct Target<'a> {
     pub(super) worker: WorkerRef,
     pub(super) data_authority: &'a str,
     pub(super) data_tls: bool,
-    /// Leading prompt tokens resident on the worker, if known.
+    /// Leading prompt tokens resident on the worker, as reported or expected.
     pub(super) resident_tokens: Option<u64>,
     /// How the engine finds the other one of its pair. `None` for a whole turn.
     pub(super) bootstrap: Option<&'a Bootstrap>,
@@ -29,7 +29,7 @@ pub(super) struct PlacedPrefill {
     pub(super) data_tls: bool,
     /// `None` after the half was sent.
     pub(super) lease: Option<Lease>,
-    /// Leading prompt tokens resident on the worker, if known.
+    /// Leading prompt tokens resident on the worker, as reported or expected.
     pub(super) resident_tokens: Option<u64>,
     /// What the decode half is told.
     pub(super) bootstrap: Bootstrap,
