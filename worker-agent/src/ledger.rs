@@ -68,7 +68,8 @@ pub struct Ledger {
     /// `None` until an engine process is known.
     engine: Option<EngineInfo>,
     sample: Option<LoadSample>,
-    /// By rank: the scheduler's clock at its newest snapshot, in µs, and when a sample first had it.
+    /// By rank: the scheduler's clock at its newest snapshot, in µs, and when a sample first had
+    /// it.
     snapshots: HashMap<u32, (u64, Instant)>,
     prefill_rates: Vec<PrefillRate>,
     /// By rank, while its shim is connected.
@@ -321,9 +322,9 @@ impl Ledger {
         let (rank, at) = self.rank_sample(dp_rank)?;
         let unsampled_tokens = table.unsampled_prompt_tokens(dp_rank, at);
         let waiting_tokens = rank.num_waiting_uncached_tokens?;
-        // SGLang writes its account with its steps, and an idle engine once a second. So a sample may
-        // show the prompt of a turn that has ended, and the conversation's next turn would wait for
-        // it, or leave its KV.
+        // SGLang writes its account with its steps, and an idle engine once a second. So a sample
+        // may show the prompt of a turn that has ended, and the conversation's next turn would wait
+        // for it, or leave its KV.
         let seen_at = self.snapshots.get(&dp_rank).map_or(at, |(_, seen_at)| *seen_at);
         let rate = self.prefill_rates.get(dp_rank as usize).and_then(PrefillRate::tokens_per_s);
         let tokens_per_s =
