@@ -89,13 +89,25 @@ async fn lie(listener: TcpListener, lies: Arc<AtomicUsize>) -> anyhow::Result<()
         ranks: (0..RANKS).map(rank).collect(),
         ..v1::Description::default()
     };
-    let event = Some(Event::Description(description.clone()));
-    let event = v1::LoadEvent { epoch: 1, sequence: 0, event };
-    let [answer, event] =
-        [description.encode_to_vec(), event.encode_to_vec()].map(|it| framed(&it));
+    let report = v1::LoadReport {
+        interval_ms: 500,
+        ranks: (0..RANKS).map(|dp_rank| v1::RankLoad { dp_rank, ..Default::default() }).collect(),
+        ..v1::LoadReport::default()
+    };
+    let events = [
+        Event::Description(description.clone()),
+        Event::Sessions(v1::SessionTable { sessions: vec![], last: true }),
+        Event::Report(report),
+    ];
+    let events: Vec<u8> = (0..)
+        .zip(events)
+        .map(|(sequence, event)| v1::LoadEvent { epoch: 1, sequence, event: Some(event) })
+        .flat_map(|event| framed(&event.encode_to_vec()))
+        .collect();
+    let (answer, events) = (framed(&description.encode_to_vec()), Bytes::from(events));
     let routes = axum::Router::new().fallback(move |uri: Uri| async move {
         lies.fetch_add(1, Ordering::Relaxed);
-        let message = if uri.path().ends_with("/Describe") { answer } else { event };
+        let message = if uri.path().ends_with("/Describe") { answer } else { events };
         let mut trailers = HeaderMap::new();
         trailers.insert("grpc-status", http::HeaderValue::from_static("0"));
         let frames = [Frame::data(message), Frame::trailers(trailers)];
