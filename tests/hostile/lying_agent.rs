@@ -70,7 +70,7 @@ pub(crate) async fn lying_agent(place: Place) -> anyhow::Result<String> {
     Ok(format!("{LIES} descriptions with {RANKS} ranks, {turns} turns, router +{grown} MiB"))
 }
 
-/// Serves descriptions until it is dropped.
+/// Describes itself, and reports its load, until it is dropped.
 async fn lie(listener: TcpListener, lies: Arc<AtomicUsize>) -> anyhow::Result<()> {
     let rank = |dp_rank| v1::Rank { dp_rank, pool_tokens: 1, rows: 1, ..v1::Rank::default() };
     let description = v1::Description {

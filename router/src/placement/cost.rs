@@ -323,8 +323,8 @@ fn pool_wait_ms(
     let unpinned_tokens = used_tokens
         .saturating_sub(pinned_tokens)
         .saturating_sub(load.map_or(0, |load| ended_own_tokens(request, stats, load)));
-    // Turns that have ended since the load report hold no KV any more: else a conversation's next
-    // turn would wait for the turn before it.
+    // Without the turns that have ended since the load report, which hold no KV: else a
+    // conversation's next turn would wait for the turn before it.
     let unpinned_tokens = stats.part_of_turns_not_ended(unpinned_tokens);
     let missing_tokens = missing_tokens(unpinned_tokens.saturating_add(pinned_tokens));
     if missing_tokens == 0 || unpinned_tokens.saturating_add(pinned_tokens) == 0 {
