@@ -54,6 +54,15 @@ impl PrefillRates {
         Self { by_kind, of_fleet }
     }
 
+    /// Whether the agent has measured a rate where none of the kind was known. Until they are collected
+    /// again, that worker alone seems to be as fast as it is, and draws the turns of its equals.
+    pub(super) fn lack_kind_of(&self, agent: &Agent) -> bool {
+        let ranks = agent.report.iter().flat_map(|(report, _)| &report.ranks);
+        ranks.filter(|rank| rank.prefill_tokens_per_s.is_some_and(|rate| rate.value > 0)).any(
+            |rank| kind(agent, rank.dp_rank).is_some_and(|kind| !self.by_kind.contains_key(&kind)),
+        )
+    }
+
     pub(super) fn expected(
         &self,
         agent: &Agent,
@@ -142,6 +151,21 @@ mod tests {
             now + 3 * super::super::reuse_forecast::FORECAST_AGE_MAX,
         );
         assert_eq!([0, 1, 2].map(|agent| rate_of(&state, agent)), [Some(21_000); 3]);
+    }
+
+    #[test]
+    fn equals_of_the_first_measured_worker_are_as_fast_at_once() {
+        let now = start();
+        let mut state = fleet(&[(0, 0), (0, 0)], now);
+        let mut measured = report(&[(0, 0)]);
+        measured.ranks[0].prefill_tokens_per_s =
+            Some(Figure { value: 100_000, source: Source::Loads, age_ms: 0 });
+        state.apply(0, Update::Report(measured), now);
+        let rate_of = |agent| {
+            let worker = WorkerRef { agent, dp_rank: 0 };
+            state.snapshot().worker_table().get(worker).unwrap().prefill_tokens_per_s()
+        };
+        assert_eq!([0, 1].map(rate_of), [Some(100_000); 2]);
     }
 
     #[test]

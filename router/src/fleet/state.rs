@@ -214,9 +214,13 @@ impl State {
         agent.heard_at = Some(now);
         agent.note_usability(now);
         self.update_rows(agent_index);
-        if let Some(mut demands) = self.forecast.forecast_if_due(self.view.agents.len(), now) {
+        let demands = self.forecast.forecast_if_due(self.view.agents.len(), now);
+        let is_due = demands.is_some();
+        if let Some(mut demands) = demands {
             self.conversations.lock().add_demand(&mut demands, now);
             self.view.reuse_demands = Arc::new(demands);
+        }
+        if is_due || self.prefill_rates.lack_kind_of(&self.view.agents[agent_index]) {
             self.prefill_rates = PrefillRates::collect(&self.view.agents);
             (0..self.view.agents.len()).for_each(|agent_index| self.update_rows(agent_index));
         }
