@@ -2,10 +2,11 @@
 
 import json
 import subprocess
+import time
 from typing import Any
 
 from integration import wire
-from integration.fleet import Fleet
+from integration.fleet import SETTLE_SECONDS_MAX, Fleet
 from integration.seams import written
 
 AUDIT_SECONDS_MAX = 60
@@ -40,7 +41,15 @@ def whole_pages(fleet: Fleet, tokens: int) -> int:
 
 def differences(fleet: Fleet) -> list[str]:
     """Returns where the audit of an idle engine differs from the engine's counts: the parts of
-    the pool, and the pages of each session. Empty if all is equal and there are no faults."""
+    the pool, and the pages of each session. Empty if all is equal and there are no faults. The
+    router's report of the counts may be older than the audit: compares until both are equal."""
+    deadline = time.monotonic() + SETTLE_SECONDS_MAX
+    while (found := _differences(fleet)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _differences(fleet: Fleet) -> list[str]:
     rank, counted = audit(fleet), _counted(fleet)
     pages, classes = rank["pages"], rank["pages"]["classes"]
     if classes is None:
