@@ -1,8 +1,8 @@
 //! Tests of the router's access log: one line for each request, without what is private.
 
+use harness::cluster::{Cluster, ClusterSettings, eventually, text_turn};
 use http::Method;
 use serde_json::{Value, json};
-use tests::cluster::{Cluster, ClusterSettings, eventually, text_turn};
 
 #[tokio::test]
 async fn each_request_has_a_line_that_says_who_where_and_how_long_but_not_what() {

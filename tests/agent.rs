@@ -6,19 +6,18 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
 use axum::body::Body;
-use http::{Method, StatusCode};
-use http_body_util::BodyExt;
-use hyper::body::Incoming;
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{Config, EngineSim, hand_off::EngineMode, loopback::own_addr};
+use harness::{
     cluster::{
         Agent, Cluster, ClusterSettings, PATIENCE, agent_config, eventually, ready,
         text_turn as turn,
     },
-    engine_sim::{Config, EngineSim, hand_off::EngineMode},
-    loopback::own_addr,
     web::{Answer, Web},
 };
+use http::{Method, StatusCode};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use serde_json::{Value, json};
 
 async fn start(change: impl FnOnce(&mut ClusterSettings)) -> Cluster {
     Cluster::start_worker(change).await.unwrap()

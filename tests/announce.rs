@@ -12,14 +12,13 @@ use std::{
     },
 };
 
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{EngineSim, loopback::own_addr};
+use harness::{
     cluster::{Agent, Router, agent_config, eventually, router_config, text_turn as turn},
-    engine_sim::{self, EngineSim},
     keys::{KeyFixture, TestKey, key_text},
-    loopback::own_addr,
     web::Web,
 };
+use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use worker_agent::{config::Config, owner::Ending};
 

@@ -14,6 +14,11 @@ use std::{
 
 use axum::body::Body;
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
+use harness::{
+    cluster::{Cluster, ClusterSettings, PATIENCE, agent_config, eventually, text_turn as turn},
+    keys::{KeyFixture, TestKey, key_text},
+    web::Headers,
+};
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use prometheus_client::registry::Registry;
@@ -29,11 +34,6 @@ use service::{
     server::{self, HEALTH_PATHS, PortLimits},
     tasks::Tasks,
     tls::server::{ServerFiles, ServerTls},
-};
-use tests::{
-    cluster::{Cluster, ClusterSettings, PATIENCE, agent_config, eventually, text_turn as turn},
-    keys::{KeyFixture, TestKey, key_text},
-    web::Headers,
 };
 
 const KEYS: [TestKey<'_>; 4] = [
@@ -501,7 +501,7 @@ async fn a_token_opens_sessions_of_its_owner_and_a_new_key_of_the_issuer_is_foun
 #[tokio::test]
 async fn tokens_wait_for_the_issuer_and_keys_do_not() {
     let keys = KeyFixture::new(&KEYS).unwrap();
-    let nobody = tests::loopback::own_addr();
+    let nobody = engine_sim::loopback::own_addr();
     let cluster = start_with_tokens(&keys, format!("http://{}:9/jwks", nobody.ip())).await;
     let token = Issuer::default().token("alice", "0");
     let answer = cluster
@@ -554,12 +554,12 @@ async fn a_router_that_serves_everybody_makes_nobody_an_admin() {
 
 #[tokio::test]
 async fn a_router_without_keys_refuses_to_serve_other_hosts() {
-    let mut config = tests::cluster::router_config(&[]);
+    let mut config = harness::cluster::router_config(&[]);
     config.workers = vec!["http://127.0.0.1:1".into()];
     assert_eq!(config.problems(), Vec::<String>::new());
     config.listen.data_addr = "0.0.0.0:0".parse().unwrap();
     config.listen.admin_addr = "[::]:0".parse().unwrap();
-    let refused = tests::cluster::Router::start(config.clone()).await.unwrap().stop().await;
+    let refused = harness::cluster::Router::start(config.clone()).await.unwrap().stop().await;
     let problems = config.problems();
     assert!(refused.is_err(), "the router started");
     assert_eq!(problems.len(), 2, "{problems:?}");

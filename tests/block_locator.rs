@@ -6,13 +6,13 @@
 
 use std::collections::BTreeSet;
 
-use proto::block::{BlockHash, BlockTokens, Chain, Scheme};
-use serde_json::Value;
-use tests::{
+use engine_sim::kv::{Fault, KvEventsConfig};
+use harness::{
     cluster::{Cluster, eventually, ids_turn},
-    engine_sim::kv::{Fault, KvEventsConfig},
     web::{Answer, Headers},
 };
+use proto::block::{BlockHash, BlockTokens, Chain, Scheme};
+use serde_json::Value;
 
 /// The leading tokens that prompts of one kind share.
 const SYSTEM: u32 = 512;

@@ -5,15 +5,15 @@
 use std::collections::BTreeSet;
 
 use axum::body::Body;
-use http::{Method, StatusCode};
-use router::config::auth::CacheIsolation;
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::kv::KvEventsConfig;
+use harness::{
     cluster::{Cluster, eventually, ids_turn},
-    engine_sim::kv::KvEventsConfig,
     keys::{KeyFixture, TestKey},
     web::Answer,
 };
+use http::{Method, StatusCode};
+use router::config::auth::CacheIsolation;
+use serde_json::{Value, json};
 
 type Header = (&'static str, &'static str);
 

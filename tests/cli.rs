@@ -5,14 +5,13 @@
 use std::net::SocketAddr;
 
 use axum::{Json, Router, extract::Query, http::StatusCode, routing::get};
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{kv::KvEventsConfig, loopback::own_addr};
+use harness::{
     berth::BerthCommand,
     cluster::{Cluster, eventually, text_turn},
-    engine_sim::kv::KvEventsConfig,
     keys::KeyFixture,
-    loopback::own_addr,
 };
+use serde_json::{Value, json};
 
 fn berth(flags: &[String]) -> BerthCommand {
     BerthCommand::new(env!("CARGO_BIN_EXE_cli-process"), flags)
@@ -278,7 +277,7 @@ async fn a_watch_prints_again_and_outlives_a_router_s_restart() {
     };
     assert_eq!(next().await["worker"], "w0/0");
     router.stop().await.unwrap();
-    let mut config = tests::cluster::router_config(&[]);
+    let mut config = harness::cluster::router_config(&[]);
     config.listen.data_addr = data;
     cluster.start_router(config).await.unwrap();
     // Only a line of after the restart can show this.

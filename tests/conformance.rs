@@ -15,7 +15,7 @@ fn the_simulator_does_what_the_engine_does() {
         return;
     }
     let output = Command::new(suite.join("conformance/run"))
-        .args(["--engine-sim", env!("CARGO_BIN_EXE_engine-sim")])
+        .args(["--engine-sim", env!("CARGO_BIN_EXE_engine-process")])
         .output()
         .expect("a script next to it has just run");
     let said = String::from_utf8_lossy(&output.stdout);

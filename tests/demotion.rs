@@ -5,14 +5,13 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use http::{Method, StatusCode};
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{Config, EngineSim, shim::SimShim};
+use harness::{
     cluster::{Agent, Cluster, agent_config, eventually, ready, router_config, text_turn},
-    engine_sim::{Config, EngineSim},
-    shim::SimShim,
     web::{Answer, Web},
 };
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
 
 const DELTA: [(&str, &str); 2] = [("x-berth-session-id", "s"), ("x-berth-delta", "1")];
 

@@ -4,13 +4,13 @@
 
 use std::{fs, path::Path};
 
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::EngineSim;
+use harness::{
     cluster::{Agent, Router, agent_config, eventually, router_config, text_turn as turn},
-    engine_sim::{self, EngineSim},
     keys::{KeyFixture, TestKey},
     web::Web,
 };
+use serde_json::{Value, json};
 
 const OPS: (&str, &str) = ("authorization", "Bearer sk-ops");
 

@@ -4,24 +4,22 @@
 
 use std::{path::PathBuf, sync::Arc};
 
-use http::{Method, StatusCode};
-use http_body_util::BodyExt;
-use serde_json::{Value, json};
-use tests::{
+use demo::{WORKERS, WorkerLine};
+use engine_sim::{Config, EngineSim, shim::SimShim};
+use harness::{
     cluster::{
         Agent, Cluster, ClusterSettings, PATIENCE, Router, agent_config, eventually, router_config,
         text_turn as turn,
     },
-    demo::{WORKERS, WorkerLine},
-    engine_sim::{Config, EngineSim},
-    replay::{
-        Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load,
-        shape::Shape,
-    },
-    shim::SimShim,
     trace_path,
     web::{Answer, Web},
 };
+use http::{Method, StatusCode};
+use http_body_util::BodyExt;
+use replay::{
+    Api, ReplayControl, ReplayOptions, Report, SessionHeaders, Workload, drive, load, shape::Shape,
+};
+use serde_json::{Value, json};
 
 async fn start(workers: usize) -> Cluster {
     start_with(workers, |_| {}).await
@@ -489,7 +487,7 @@ async fn the_demo_keeps_its_promises() {
             enough.cancel();
         }
     };
-    let summary = tests::demo::run(WORKERS, PATIENCE, stop, |_| {}, until_enough).await.unwrap();
+    let summary = demo::run(WORKERS, PATIENCE, stop, |_| {}, until_enough).await.unwrap();
     assert!(summary.is_good(), "{summary:?}");
     assert!(summary.cached_ratio > 0.5, "{summary:?}");
 }

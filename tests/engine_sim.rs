@@ -3,11 +3,9 @@
 //! The suite, `tests/sglang/conformance`, holds the simulator to the engine; `conformance.rs` runs
 //! it.
 
+use engine_sim::{Config, EngineSim, core::CoreConfig};
+use harness::web::{Answer, Web};
 use serde_json::{Value, json};
-use tests::{
-    engine_sim::{Config, EngineSim, core::CoreConfig},
-    web::{Answer, Web},
-};
 
 struct Caller {
     sim: EngineSim,

@@ -5,8 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use harness::cluster::{Cluster, PATIENCE, text_turn};
 use serde_json::json;
-use tests::cluster::{Cluster, PATIENCE, text_turn};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,

@@ -13,14 +13,14 @@ use std::{
     time::Duration,
 };
 
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{Config, EngineSim};
+use harness::{
     cluster::{Cluster, PATIENCE, Router, eventually, router_config},
-    engine_sim::{Config, EngineSim},
     nvml::{Machine, NvmlControl},
     scheduler::{PoolTokens, Scheduler},
     web::Web,
 };
+use serde_json::{Value, json};
 use worker_agent::gpu::{self, Gpus, Settings, reading, select::Basis, tracker::Snapshot};
 
 const GIB: u64 = 1 << 30;

@@ -1,8 +1,8 @@
 //! End-to-end tests of hints: sessions that clients name on their own, priorities, adapters.
 
+use harness::cluster::{Cluster, eventually, text_turn};
 use http::StatusCode;
 use serde_json::{Value, json};
-use tests::cluster::{Cluster, eventually, text_turn};
 
 fn chat(model: &str, text: &str) -> Value {
     json!({"model": model, "max_tokens": 4, "temperature": 0,

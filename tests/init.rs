@@ -13,14 +13,13 @@ use std::{
 
 use axum::{Json, Router, routing::get};
 use clap::Parser as _;
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{Config, EngineSim, kv::KvEventsConfig, loopback::own_addr};
+use harness::{
     berth::{BerthCommand, Said},
     cluster::{Agent, agent_config, ready, router_config, text_turn},
-    engine_sim::{Config, EngineSim, kv::KvEventsConfig},
-    loopback::own_addr,
     web::Web,
 };
+use serde_json::{Value, json};
 
 fn berth() -> BerthCommand {
     BerthCommand::new(env!("CARGO_BIN_EXE_cli-process"), &[])
@@ -71,7 +70,7 @@ async fn agent_and_router_serve_with_what_is_written() {
     let agent = Agent::start(agent).unwrap();
     router.workers = router_config(&[&agent]).workers;
     router.listen = router_config(&[]).listen;
-    let router = tests::cluster::Router::start(router).await.unwrap();
+    let router = harness::cluster::Router::start(router).await.unwrap();
     let web = Web::default();
     ready(&web, router.admin).await;
     let turn = web.post(&router.url("/generate"), &[], &text_turn("hi", 4)).await.unwrap();
@@ -201,7 +200,7 @@ async fn an_engine_is_found_at_any_port_by_its_process() {
     let folder = tempfile::tempdir().unwrap();
     // A process whose command line is that of SGLang's own program.
     let program = folder.path().join("sglang");
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_engine-sim"), &program).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_engine-process"), &program).unwrap();
     let mut command = Command::new(program);
     command.arg("--port=0").env("CUDA_VISIBLE_DEVICES", "GPU-a").args(["--device", "cuda"]);
     let mut engine = Killed(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());

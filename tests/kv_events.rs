@@ -4,16 +4,13 @@
 //! the simulator loses on purpose are tested with the agent (`resident.rs`) and the router
 //! (`block_locator.rs`).
 
+use engine_sim::{Config, EngineSim, kv::KvEventsConfig};
+use harness::{cluster::ids_turn, web::Web};
 use serde_json::Value;
 use std::{
     io::Write as _,
     path::{Path, PathBuf},
     process::Command,
-};
-use tests::{
-    cluster::ids_turn,
-    engine_sim::{Config, EngineSim, kv::KvEventsConfig},
-    web::Web,
 };
 
 #[tokio::test]

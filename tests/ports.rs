@@ -12,16 +12,16 @@ use std::{
     time::Duration,
 };
 
+use engine_sim::{Config, EngineSim};
+use harness::{
+    cluster::{Cluster, Router, eventually, ready, router_config, text_turn},
+    web::Web,
+};
 use http::Method;
 use http_body_util::BodyExt as _;
 use proto::v1::{self, worker_agent_client::WorkerAgentClient};
 use serde_json::Value;
 use service::clock::now;
-use tests::{
-    cluster::{Cluster, Router, eventually, ready, router_config, text_turn},
-    engine_sim::{Config, EngineSim},
-    web::Web,
-};
 use tokio::{
     io::AsyncWriteExt as _,
     net::{TcpSocket, TcpStream},

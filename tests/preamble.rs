@@ -4,11 +4,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use harness::cluster::Cluster;
 use http::{Method, StatusCode};
 use proto::body::{OWNED_KEYS, Object, assemble};
 use router::config::tables::PreamblePolicy;
 use serde_json::json;
-use tests::cluster::Cluster;
 
 async fn start(preamble: PreamblePolicy) -> Cluster {
     let started = Cluster::start(1, |settings| {

@@ -11,19 +11,19 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, post};
 use bytes::Bytes;
+use harness::trace_path;
 use parking_lot::Mutex;
+use replay::shape::Shape;
+use replay::synth::{self, Salt};
+use replay::trace::{Blocks, Conversation, Form, Shared, Subagent, Trace, TraceTurn};
+use replay::{
+    Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload, drive, load,
+};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use tests::replay::shape::Shape;
-use tests::replay::synth::{self, Salt};
-use tests::replay::trace::{Blocks, Conversation, Form, Shared, Subagent, Trace, TraceTurn};
-use tests::replay::{
-    Api, ReplayControl, ReplayOptions, Report, SessionHeaders, SessionOpen, Workload, drive, load,
-};
-use tests::trace_path;
 use tokio::sync::Notify;
 
 /// How the server fails on the n-th turn.
@@ -444,7 +444,7 @@ async fn contradicting_options_are_refused() {
 }
 
 fn binary(args: &[&str]) -> std::process::Output {
-    std::process::Command::new(env!("CARGO_BIN_EXE_berth-replay")).args(args).output().unwrap()
+    std::process::Command::new(env!("CARGO_BIN_EXE_replay-process")).args(args).output().unwrap()
 }
 
 #[test]

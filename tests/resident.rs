@@ -7,6 +7,12 @@
 
 use std::collections::BTreeSet;
 
+use engine_sim::{
+    Config,
+    kv::{Fault, KvEvent, KvEventsConfig, Stored},
+    request::Space,
+};
+use harness::cluster::{Agent, Cluster, PATIENCE, agent_config, eventually, ids_turn, ready};
 use proto::{
     block::{BlockHash, BlockTokens, Chain, Scheme},
     kv::{Change, RankChange},
@@ -14,14 +20,6 @@ use proto::{
 };
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
-use tests::{
-    cluster::{Agent, Cluster, PATIENCE, agent_config, eventually, ids_turn, ready},
-    engine_sim::{
-        Config,
-        kv::{Fault, KvEvent, KvEventsConfig, Stored},
-        request::Space,
-    },
-};
 use tonic::{
     Code, Status, Streaming,
     transport::{Channel, Endpoint},

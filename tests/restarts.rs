@@ -6,16 +6,14 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use http::StatusCode;
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{Config, EngineSim, loopback::own_addr, shim::SimShim};
+use harness::{
     cluster::{Cluster, Router, eventually, ready, router_config, text_turn as turn},
-    engine_sim::{Config, EngineSim},
-    loopback::own_addr,
     process::{AgentPlace, SpawnedAgent},
-    shim::SimShim,
     web::{Answer, Web},
 };
+use http::StatusCode;
+use serde_json::{Value, json};
 
 const AGENT: &str = env!("CARGO_BIN_EXE_agent-process");
 

@@ -2,11 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
-use serde_json::{Value, json};
-use tests::{
+use harness::{
     cluster::{Cluster, ClusterSettings, eventually, text_turn},
     web::Answer,
 };
+use serde_json::{Value, json};
 
 async fn start(workers: usize, change: impl FnOnce(&mut ClusterSettings)) -> Cluster {
     Cluster::start(workers, change).await.unwrap()

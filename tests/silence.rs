@@ -11,14 +11,14 @@ use std::{
     time::Duration,
 };
 
+use harness::{
+    cluster::{Agent, Cluster, agent_config, eventually, ids_turn, ready, text_turn},
+    web::{Answer, Web},
+};
 use http::StatusCode;
 use http_body_util::BodyExt as _;
 use serde_json::json;
 use service::clock::now;
-use tests::{
-    cluster::{Agent, Cluster, agent_config, eventually, ids_turn, ready, text_turn},
-    web::{Answer, Web},
-};
 use worker_agent::config::Config;
 
 /// More than the agent's other limits, so that a machine that stops for a moment is no silence.
@@ -127,7 +127,7 @@ struct EngineProcess {
 
 impl EngineProcess {
     fn start() -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_engine-sim"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_engine-process"));
         let mut child = command
             .args(["--port", "0"])
             .stdout(Stdio::piped())

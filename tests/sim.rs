@@ -3,18 +3,16 @@
 use std::{sync::Arc, time::Duration};
 
 use clap::ValueEnum as _;
-use tests::{
-    replay::load,
-    sim::{
-        corpus::{ConversationFilter, Corpus},
-        options::{Churn, Close, DeliveryFaults, Mode, SimOptions},
-        policy::PolicyKind,
-        run::run,
-        stats::RunStats,
-        synthetic::SyntheticWorkload,
-    },
-    trace_path,
+use harness::trace_path;
+use placement_sim::{
+    corpus::{ConversationFilter, Corpus},
+    options::{Churn, Close, DeliveryFaults, Mode, SimOptions},
+    policy::PolicyKind,
+    run::run,
+    stats::RunStats,
+    synthetic::SyntheticWorkload,
 };
+use replay::load;
 
 const ALL: ConversationFilter = ConversationFilter { context_tokens_max: None, half: None };
 

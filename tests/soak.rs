@@ -8,7 +8,7 @@
 
 use std::{path::Path, process::Output};
 
-use tests::{cluster::Cluster, has_python};
+use harness::{cluster::Cluster, has_python};
 use tokio::process::Command;
 
 /// The number of operations from which every kind of refusal occurs; `guarded.py` requires each.
@@ -19,12 +19,17 @@ async fn soak(arguments: &[&str]) -> Option<Output> {
     if !has_python() {
         return None;
     }
-    let binaries = Path::new(env!("CARGO_BIN_EXE_engine-sim")).parent().unwrap();
+    let programs = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(
+        env!("CARGO_BIN_EXE_engine-process"),
+        programs.path().join("engine-sim"),
+    )
+    .unwrap();
     let output = Command::new("python3")
         .args(["-B", "-m", "soak", "--soak-sim", OPERATIONS])
         .args(arguments)
         .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("sglang"))
-        .env("BERTH_BIN_DIR", binaries)
+        .env("BERTH_BIN_DIR", programs.path())
         .kill_on_drop(true)
         .output();
     Some(output.await.unwrap())

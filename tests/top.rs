@@ -9,8 +9,8 @@
 
 use std::process::Stdio;
 
+use harness::cluster::{Cluster, eventually, router_config, text_turn};
 use serde_json::{Value, json};
-use tests::cluster::{Cluster, eventually, router_config, text_turn};
 use tokio::process::Command;
 
 /// The id of a session that fits in a wide terminal and not in a narrow one.
@@ -109,7 +109,7 @@ impl Terminal {
     /// Waits for a whole screen that has all these texts, and returns its lines.
     async fn wait_for(&self, texts: &[&str]) -> Vec<String> {
         let mut last = String::new();
-        let deadline = tokio::time::Instant::now() + tests::cluster::PATIENCE;
+        let deadline = tokio::time::Instant::now() + harness::cluster::PATIENCE;
         loop {
             let output = self.tmux(&["capture-pane", "-p"]).output().await.unwrap();
             let screen = String::from_utf8(output.stdout).unwrap();

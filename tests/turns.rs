@@ -3,15 +3,15 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
 use axum::body::Body;
-use http::{Method, Response, StatusCode};
-use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
-use serde_json::{Value, json};
-use tests::{
+use harness::{
     cluster::{Cluster, ClusterSettings, eventually, router_config, text_turn},
     keys::{KeyFixture, TestKey},
     web::{Answer, Headers},
 };
+use http::{Method, Response, StatusCode};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 const KEYS: [TestKey<'_>; 3] =

@@ -4,12 +4,12 @@
 
 use std::{collections::BTreeMap, fs, path::PathBuf, sync::Arc};
 
-use serde_json::json;
-use tests::{
+use engine_sim::{Config, EngineSim, kv::KvEventsConfig};
+use harness::{
     cluster::{Agent, Cluster, agent_config, eventually, ids_turn, ready, router_config},
-    engine_sim::{Config, EngineSim, kv::KvEventsConfig},
     web::Answer,
 };
+use serde_json::json;
 
 /// Tokens of each pool.
 const POOL_TOKENS: usize = 4096;

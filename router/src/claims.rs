@@ -14,6 +14,7 @@ mod connection;
 mod etcd;
 pub(crate) mod metrics;
 mod places;
+#[cfg(feature = "redis")]
 mod redis;
 mod store;
 
@@ -31,13 +32,14 @@ use proto::{
 use service::{clock::now, tasks::Tasks, tls::client::ClientTls};
 use tokio::sync::watch;
 
+#[cfg(feature = "redis")]
+use self::redis::RedisStore;
 use self::{
     agents::AgentStore,
     agreement::Agreement,
     etcd::EtcdStore,
     metrics::{Metrics, StoreKind},
     places::{ClaimPlaces, Guarded},
-    redis::RedisStore,
     store::{ClaimStore, MemoryStore},
 };
 use crate::{
@@ -55,6 +57,8 @@ pub enum SetupError {
     File(#[from] std::io::Error),
     #[error("claims.urls: {0:?} is no URL of Redis; write redis://host:port/number")]
     Url(String),
+    #[error("claims.store: this router was built without the feature {0}; build it with it")]
+    NotBuilt(&'static str),
 }
 
 #[derive(Debug, Clone)]
@@ -99,6 +103,9 @@ impl OpenStore {
                 let table = ClaimTable::new(CLAIMS_MAX, service::clock::unix_ns());
                 (StoreKind::Memory, Box::new(MemoryStore(Mutex::new(table))))
             }
+            #[cfg(not(feature = "redis"))]
+            StoreName::Redis => return Err(SetupError::NotBuilt("redis")),
+            #[cfg(feature = "redis")]
             StoreName::Redis => {
                 (StoreKind::Redis, Box::new(RedisStore::open(settings, tls, tasks)?))
             }

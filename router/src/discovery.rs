@@ -3,8 +3,10 @@
 //! A source that fails keeps its last list, and the router stays ready.
 
 pub(crate) mod announce;
+#[cfg(feature = "dns")]
 mod dns;
 mod file;
+#[cfg(feature = "kubernetes")]
 mod kubernetes;
 
 use std::sync::Arc;
@@ -95,6 +97,7 @@ impl Reporter {
     }
 
     /// Counts that the source had forgotten what has changed since its last answer.
+    #[cfg(feature = "kubernetes")]
     fn count_expiry(&self) {
         let label = SourceLabel { source: self.source.as_str() };
         self.metrics.expiries.get_or_create(&label).inc();
@@ -135,10 +138,12 @@ pub(crate) fn start(
         let task = file::run(table.file.clone(), reporter(Source::File));
         tasks.spawn(until_cancelled(tasks.token(), task));
     }
+    #[cfg(feature = "dns")]
     if !table.dns.names.is_empty() {
         let task = dns::run(table.dns.clone(), reporter(Source::Dns));
         tasks.spawn(until_cancelled(tasks.token(), task));
     }
+    #[cfg(feature = "kubernetes")]
     if table.kubernetes.is_on() {
         let task = kubernetes::run(table.kubernetes.clone(), reporter(Source::Kubernetes));
         tasks.spawn(until_cancelled(tasks.token(), task));

@@ -4,16 +4,16 @@
 //! drains: it takes no new turns, and ends after its running turns. Ctrl-C, or a second signal,
 //! makes it drain at once.
 
-use std::{io::Write as _, process::ExitCode};
+use std::process::ExitCode;
 
 use anyhow::Context as _;
-use clap::Parser as _;
 use router::{
     Listeners,
     config::{Args, Config},
 };
 use service::{
-    log, server, settings,
+    command_line::read_settings,
+    log, server,
     signal::{StopSignal, StopSignals},
     tasks::Tasks,
 };
@@ -24,31 +24,12 @@ use service::{
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    let args = match Args::try_parse() {
-        Ok(args) => args,
-        Err(error) => {
-            // Help and version are not errors; everything else is an invalid setting.
-            let is_error = error.use_stderr();
-            drop(error.print());
-            return if is_error { ExitCode::from(settings::EXIT_USAGE) } else { ExitCode::SUCCESS };
-        }
-    };
-    let config = match Config::load(&args) {
+    let only_checks = |args: &Args| args.check_config;
+    let load = |args: Args| Config::load(&args);
+    let config = match read_settings(only_checks, load, Config::file_problems) {
         Ok(config) => config,
-        Err(problems) => {
-            drop(writeln!(std::io::stderr(), "{problems}"));
-            return ExitCode::from(settings::EXIT_USAGE);
-        }
+        Err(status) => return status,
     };
-    if args.check_config {
-        let problems = config.file_problems();
-        if !problems.is_empty() {
-            drop(writeln!(std::io::stderr(), "{}", settings::Problems(problems)));
-            return ExitCode::from(settings::EXIT_USAGE);
-        }
-        drop(write!(std::io::stdout(), "{}", settings::to_toml(&config)));
-        return ExitCode::SUCCESS;
-    }
     log::init();
     match serve(config) {
         Ok(()) => ExitCode::SUCCESS,

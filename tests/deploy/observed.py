@@ -42,7 +42,7 @@ class Machine:
         folder.mkdir()
         places = [bin_dir / name for name in ("libnvml_fake.so", "deps/libnvml_fake.so")]
         built = next((path for path in places if path.exists()), None)
-        assert built, f"the fake NVML isn't in {bin_dir}: build the package tests"
+        assert built, f"the fake NVML isn't in {bin_dir}: build the package harness"
         shutil.copy(built, self.library)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(SECONDS_MAX)

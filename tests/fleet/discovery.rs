@@ -19,17 +19,17 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use http::Method;
-use serde_json::{Value, json};
-use service::clock::now;
-use tests::{
+use engine_sim::EngineSim;
+use harness::{
     case,
     cases::Case,
     cluster::{Agent, Router, agent_config, router_config, text_turn},
-    engine_sim::{self, EngineSim},
     fleet::Place,
     web::Web,
 };
+use http::Method;
+use serde_json::{Value, json};
+use service::clock::now;
 use tokio::task::JoinSet;
 
 use self::{

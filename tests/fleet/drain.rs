@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use axum::body::Body;
-use http::Method;
-use http_body_util::BodyExt as _;
-use rustix::process::Signal;
-use serde_json::json;
-use service::clock::now;
-use tests::{
+use harness::{
     case,
     cases::Case,
     fleet::{FleetPlan, Place, Processes, credential, program},
     web::Web,
 };
+use http::Method;
+use http_body_util::BodyExt as _;
+use rustix::process::Signal;
+use serde_json::json;
+use service::clock::now;
 
 /// The cases, in the order in which they run.
 pub(crate) const CASES: &[Case] = &[

@@ -15,5 +15,5 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let cases =
         [claims::CASES, claims::stores::CASES, drain::CASES, discovery::CASES, pairs::CASES];
-    tests::cases::run_chosen(cases.into_iter().flatten())
+    harness::cases::run_chosen(cases.into_iter().flatten())
 }

@@ -12,17 +12,17 @@ mod random;
 
 use std::time::Duration;
 
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::{
+    self, EngineSim,
+    hand_off::{EngineMode, HandOffFault},
+};
+use harness::{
     case,
     cases::Case,
     cluster::{Agent, Cluster, Router, agent_config, eventually, ready, router_config},
-    engine_sim::{
-        self, EngineSim,
-        hand_off::{EngineMode, HandOffFault},
-    },
     web::{Answer, Web},
 };
+use serde_json::{Value, json};
 
 /// The cases, in the order in which they run.
 pub(crate) const CASES: &[Case] = &[

@@ -5,14 +5,14 @@
 use std::{collections::BTreeMap, fmt, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, ensure};
+use harness::{
+    fleet::{Processes, credential},
+    web::{Answer, Web},
+};
 use http::Method;
 use parking_lot::Mutex;
 use rustix::{process::setpriority_process, thread::gettid};
 use serde_json::json;
-use tests::{
-    fleet::{Processes, credential},
-    web::{Answer, Web},
-};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,

@@ -16,10 +16,10 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
+use harness::fleet::{FleetPlan, Place, Processes};
 use rustix::process::Signal;
 use serde_json::json;
 use service::clock::now;
-use tests::fleet::{FleetPlan, Place, Processes};
 use tokio::task::JoinSet;
 
 use self::{

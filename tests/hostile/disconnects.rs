@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use anyhow::ensure;
+use harness::fleet::{FleetPlan, Place, Processes, credential};
 use serde_json::json;
 use service::clock::now;
-use tests::fleet::{FleetPlan, Place, Processes, credential};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,

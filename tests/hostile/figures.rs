@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{bail, ensure};
+use harness::web::Web;
 use service::clock::now;
-use tests::web::Web;
 
 /// The longest wait for a figure.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);

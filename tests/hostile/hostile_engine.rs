@@ -11,11 +11,11 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use service::clock::now;
-use tests::{
+use harness::{
     cluster::text_turn,
     fleet::{FleetPlan, Place, Processes, credential},
 };
+use service::clock::now;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional},
     net::{TcpListener, TcpStream},

@@ -2,11 +2,11 @@
 
 use std::{io::Write as _, time::Duration};
 
-use http::Method;
-use tests::{
+use harness::{
     fleet::{Processes, credential},
     web::Web,
 };
+use http::Method;
 
 use crate::{attacks::Attack, figures};
 

@@ -10,16 +10,16 @@ use std::sync::{
 use anyhow::{Context as _, ensure};
 use axum::body::Body;
 use bytes::{BufMut as _, Bytes, BytesMut};
+use harness::{
+    cluster::text_turn,
+    fleet::{FleetPlan, Place, Processes, credential, own_host},
+};
 use http::{HeaderMap, Response, Uri, header::CONTENT_TYPE};
 use http_body_util::StreamBody;
 use hyper::body::Frame;
 use prost::Message as _;
 use proto::v1::{self, load_event::Event};
 use service::clock::now;
-use tests::{
-    cluster::text_turn,
-    fleet::{FleetPlan, Place, Processes, credential, own_host},
-};
 use tokio::{net::TcpListener, task::JoinSet};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::service::Routes;

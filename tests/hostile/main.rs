@@ -25,5 +25,5 @@ use std::process::ExitCode;
 use crate::scenarios::SCENARIOS;
 
 fn main() -> ExitCode {
-    tests::cases::run_chosen(&SCENARIOS)
+    harness::cases::run_chosen(&SCENARIOS)
 }

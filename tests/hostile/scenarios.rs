@@ -3,12 +3,12 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, bail, ensure};
-use serde_json::json;
-use tests::{
+use harness::{
     case,
     cases::Case,
     fleet::{FleetPlan, Place, Processes, credential},
 };
+use serde_json::json;
 
 use crate::{
     attacks::{self, Attack, Attackers},

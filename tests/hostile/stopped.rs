@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use anyhow::ensure;
+use harness::fleet::{FleetPlan, Place, Processes, credential};
 use rustix::process::Signal;
 use serde_json::json;
 use service::clock::now;
-use tests::fleet::{FleetPlan, Place, Processes, credential};
 
 use crate::users::Users;
 

@@ -10,12 +10,12 @@ use std::{
 };
 
 use anyhow::bail;
-use serde_json::json;
-use service::clock::now;
-use tests::{
+use harness::{
     fleet::{Origin, Processes, credential},
     web::{Answer, Web},
 };
+use serde_json::json;
+use service::clock::now;
 use tokio::task::JoinSet;
 
 /// Tokens of each answer.

@@ -8,10 +8,11 @@ use std::{
 };
 
 use anyhow::Context as _;
+use engine_sim::loopback::own_addr;
+use harness::{cluster::ready, keys::key_text, web::Web};
 use prometheus_client::registry::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use service::{reload, tasks::Tasks, tls::client::ClientFiles};
-use tests::{cluster::ready, keys::key_text, loopback::own_addr, web::Web};
 
 /// The ports of every fleet; each has an address of its own.
 const ENGINE_PORT: u16 = 30000;

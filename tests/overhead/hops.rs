@@ -8,12 +8,12 @@ use std::{fmt, path::PathBuf};
 
 use anyhow::{Context as _, ensure};
 use axum::body::Body;
+use harness::cluster::text_turn;
 use http::Method;
 use http_body_util::BodyExt as _;
 use serde::Serialize;
 use serde_json::{Value, json};
 use service::clock::now;
-use tests::cluster::text_turn;
 
 use crate::{
     fleet::{Fleet, Plan, own_programs},

@@ -6,9 +6,9 @@
 use std::fmt;
 
 use anyhow::ensure;
+use harness::cluster::text_turn;
 use serde::Serialize;
 use service::clock::now;
-use tests::cluster::text_turn;
 
 use crate::fleet::{Fleet, Plan, Security};
 

@@ -126,7 +126,7 @@ impl Agent {
 
     fn start_as(name: &str, retentions: Vec<Retention>, model: &'static str) -> Self {
         // Each agent has its own address, so that nothing else gets its ports when it is killed.
-        let own = tests::loopback::own_addr();
+        let own = engine_sim::loopback::own_addr();
         let bind = || std::net::TcpListener::bind(own).unwrap();
         let (control, data) = (bind(), bind());
         let inner = Arc::new(AgentState {

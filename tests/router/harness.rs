@@ -3,18 +3,18 @@
 use std::{net::SocketAddr, time::Duration};
 
 use axum::body::Body;
+use harness::{
+    cluster::{self, router_config},
+    web::{Headers, Web},
+};
 use http::Method;
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use router::config::Config;
-use tests::{
-    cluster::{self, router_config},
-    web::{Headers, Web},
-};
 
 use crate::agent::Agent;
 
-pub(crate) use tests::{cluster::PATIENCE as WAIT_MAX, web::Answer};
+pub(crate) use harness::{cluster::PATIENCE as WAIT_MAX, web::Answer};
 
 /// A router in this process.
 pub(crate) struct Router {

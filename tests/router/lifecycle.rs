@@ -2,10 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
+use harness::keys::KeyFixture;
 use http::{Method, StatusCode};
 use proto::load::Retention;
 use serde_json::json;
-use tests::keys::KeyFixture;
 
 use crate::{
     agent::Agent,

@@ -1,9 +1,9 @@
 //! Tests of the lists of recent turns and placements: what an operator sees of turns that are over.
 
+use harness::web::Headers;
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use serde_json::Value;
-use tests::web::Headers;
 
 use crate::{
     agent::Agent,

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::Ordering;
 
+use harness::web::Headers;
 use http::{Method, StatusCode};
-use tests::web::Headers;
 
 use crate::{
     agent::Agent,

@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use http::{Method, StatusCode};
-use router::config::Config;
-use service::auth::MetricsAuth;
-use tests::{
+use harness::{
     keys::{KeyFixture, TestKey},
     web::Headers,
 };
+use http::{Method, StatusCode};
+use router::config::Config;
+use service::auth::MetricsAuth;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpSocket, TcpStream},

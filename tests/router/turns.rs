@@ -6,10 +6,10 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+use harness::{keys::KeyFixture, web::Headers};
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use router::config::Config;
-use tests::{keys::KeyFixture, web::Headers};
 use tokio::task::JoinSet;
 
 use crate::{

@@ -82,7 +82,7 @@ struct Figures {
 }
 
 fn main() -> ExitCode {
-    let options: Options = match tests::parse_flags() {
+    let options: Options = match service::command_line::parse() {
         Ok(options) => options,
         Err(status) => return status,
     };

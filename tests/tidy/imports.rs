@@ -30,7 +30,8 @@ const LAYERS: [(&str, Rows); 2] = [
     (
         "worker-agent",
         &[
-            &["announcer", "control_port", "admin_actions", "cli"],
+            &["program"],
+            &["announcer", "control_port", "admin_actions"],
             &["staged_prefill"],
             &["data_port"],
             &["owner"],

@@ -5,15 +5,15 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use engine_sim::{Config, EngineSim};
+use harness::{
+    certificates::token,
+    cluster::{Cluster, Router, ready, router_config, text_turn},
+    web::Web,
+};
 use http::Method;
 use proto::v1::worker_agent_client::WorkerAgentClient;
 use serde_json::Value;
-use tests::{
-    certificates::token,
-    cluster::{Cluster, Router, ready, router_config, text_turn},
-    engine_sim::{Config, EngineSim},
-    web::Web,
-};
 use tonic::transport::Endpoint;
 
 use crate::{PROOF, sign, signer};

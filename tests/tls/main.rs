@@ -9,6 +9,12 @@ mod rotation;
 use std::path::Path;
 
 use axum::body::Body;
+use harness::{
+    berth::BerthCommand,
+    certificates::{AGENT, Authority, Files, ROUTER, token},
+    cluster::{Cluster, Router, eventually, router_config, text_turn},
+    web::Web,
+};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use proto::{
     proof::REQUEST,
@@ -16,12 +22,6 @@ use proto::{
 };
 use serde_json::{Value, json};
 use service::{proof::router::Signer, reload::Reloaded, router_token::Tokens};
-use tests::{
-    berth::BerthCommand,
-    certificates::{AGENT, Authority, Files, ROUTER, token},
-    cluster::{Cluster, Router, eventually, router_config, text_turn},
-    web::Web,
-};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tonic::transport::Channel;
 
@@ -228,7 +228,8 @@ async fn plain_http_on_a_port_with_tls_is_closed() {
         stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
         let mut answer = vec![];
         let ended = stream.read_to_end(&mut answer);
-        let _ = tokio::time::timeout(tests::cluster::PATIENCE, ended).await.expect("it is closed");
+        let _ =
+            tokio::time::timeout(harness::cluster::PATIENCE, ended).await.expect("it is closed");
         assert!(!answer.starts_with(b"HTTP"), "{answer:?}");
     }
     // The port still serves those who speak TLS.

@@ -3,6 +3,12 @@
 use std::{net::SocketAddr, sync::Arc};
 
 use axum::{body::Body, extract::Request};
+use harness::{
+    certificates::{Authority, Files, token},
+    cluster::{Cluster, Router, eventually, router_config, text_turn},
+    keys::KeyFixture,
+    web::Web,
+};
 use http::{HeaderMap, Method, Uri};
 use parking_lot::Mutex;
 use proto::{
@@ -18,12 +24,6 @@ use service::{
     reload::Reloaded,
     router_token::Tokens,
     tasks::Tasks,
-};
-use tests::{
-    certificates::{Authority, Files, token},
-    cluster::{Cluster, Router, eventually, router_config, text_turn},
-    keys::KeyFixture,
-    web::Web,
 };
 use tonic::{Status, transport::Endpoint};
 

@@ -6,12 +6,12 @@ use std::sync::{
 };
 
 use axum::body::Body;
-use http::{Method, StatusCode};
-use tests::{
+use harness::{
     certificates::{AGENT, Authority, Files, ROUTER, token},
     cluster::{Cluster, eventually, text_turn},
     web::Web,
 };
+use http::{Method, StatusCode};
 
 use crate::{PROOF, router_web, sign, signer};
 

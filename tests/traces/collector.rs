@@ -2,6 +2,8 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
+use engine_sim::loopback::own_addr;
+use harness::cluster::eventually;
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
@@ -12,7 +14,6 @@ use opentelemetry_proto::tonic::{
 };
 use parking_lot::Mutex;
 use prost::Message as _;
-use tests::{cluster::eventually, loopback::own_addr};
 use tokio::{net::TcpListener, task::JoinSet};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, async_trait, transport::Server};

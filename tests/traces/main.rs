@@ -4,13 +4,10 @@
 
 mod collector;
 
+use engine_sim::{kv::KvEventsConfig, loopback::own_addr};
+use harness::cluster::{Cluster, ClusterSettings, eventually, ids_turn, text_turn};
 use serde_json::{Value, json};
 use service::traces::settings::TracesTable;
-use tests::{
-    cluster::{Cluster, ClusterSettings, eventually, ids_turn, text_turn},
-    engine_sim::kv::KvEventsConfig,
-    loopback::own_addr,
-};
 
 use self::collector::{Collector, SeenSpan};
 

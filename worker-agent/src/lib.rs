@@ -18,6 +18,7 @@ pub mod kv_events;
 pub mod ledger;
 pub mod metrics;
 pub mod owner;
+pub mod program;
 pub mod session;
 pub mod shim;
 pub mod staged_prefill;

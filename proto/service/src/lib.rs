@@ -7,6 +7,7 @@ pub mod auth;
 pub mod backoff;
 pub mod budget;
 pub mod clock;
+pub mod command_line;
 pub mod descriptors;
 pub mod headers;
 pub mod histogram;

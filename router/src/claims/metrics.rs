@@ -14,6 +14,7 @@ use service::histogram;
 pub(crate) enum StoreKind {
     Agents,
     Memory,
+    #[cfg(feature = "redis")]
     Redis,
     Etcd,
 }
@@ -23,6 +24,7 @@ impl StoreKind {
         match self {
             Self::Agents => "agents",
             Self::Memory => "memory",
+            #[cfg(feature = "redis")]
             Self::Redis => "redis",
             Self::Etcd => "etcd",
         }

@@ -4,9 +4,8 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use kube::config::Kubeconfig;
 use serde::{Deserialize, Serialize};
-use service::{log::describe_error, reload::Source};
+use service::reload::Source;
 
 use super::{AGENTS_MAX, control_authority};
 
@@ -142,6 +141,16 @@ impl DiscoveryTable {
         if !(1..=AGENTS_MAX).contains(&self.announced_per_key_max) {
             problems.push(format!("discovery.announced_per_key_max must be 1 to {AGENTS_MAX}"));
         }
+        let not_built = [
+            ("dns.names", "dns", cfg!(feature = "dns") || self.dns.names.is_empty()),
+            ("kubernetes", "kubernetes", cfg!(feature = "kubernetes") || !self.kubernetes.is_on()),
+        ];
+        for (key, feature, _) in not_built.iter().filter(|(.., is_good)| !is_good) {
+            problems.push(format!(
+                "discovery.{key}: this router was built without the feature {feature}; build it \
+                 with it"
+            ));
+        }
         if self.announce && !has_keys {
             problems.push(
                 "discovery.announce needs auth.keys_file: keys say which agents may announce \
@@ -158,8 +167,13 @@ impl KubernetesTable {
         if !self.is_on() || self.kubeconfig.as_os_str().is_empty() {
             return None;
         }
-        let error = Kubeconfig::read_from(&self.kubeconfig).err()?;
-        Some(format!("discovery.kubernetes.kubeconfig: {}", describe_error(&error)))
+        #[cfg(feature = "kubernetes")]
+        return kube::config::Kubeconfig::read_from(&self.kubeconfig).err().map(|error| {
+            let why = service::log::describe_error(&error);
+            format!("discovery.kubernetes.kubeconfig: {why}")
+        });
+        #[cfg(not(feature = "kubernetes"))]
+        None
     }
 
     /// Whether the cluster is asked.

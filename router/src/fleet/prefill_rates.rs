@@ -54,8 +54,9 @@ impl PrefillRates {
         Self { by_kind, of_fleet }
     }
 
-    /// Whether the agent has measured a rate where none of the kind was known. Until they are collected
-    /// again, that worker alone seems to be as fast as it is, and draws the turns of its equals.
+    /// Whether the agent has measured a rate where none of the kind was known. Until they are
+    /// collected again, that worker alone seems to be as fast as it is, and draws the turns of its
+    /// equals.
     pub(super) fn lack_kind_of(&self, agent: &Agent) -> bool {
         let ranks = agent.report.iter().flat_map(|(report, _)| &report.ranks);
         ranks.filter(|rank| rank.prefill_tokens_per_s.is_some_and(|rate| rate.value > 0)).any(

@@ -11,6 +11,7 @@ use crate::{
 /// the peak resident memory of a process that tokenizes 2 MB: 137 to 180 for one long word, Chinese
 /// and code, 239 for prose, 323 for words of one letter. The crate keeps two offsets for each byte,
 /// and each word with its own copy and tokens.
+#[cfg(feature = "text")]
 const TOKENIZE_BYTES_PER_BYTE: u64 = 320;
 /// Of a body whose messages are read and rendered: the values as JSON, the values of the template,
 /// and the text. An estimate.
@@ -28,6 +29,7 @@ impl TokenizerMemory {
         Self { pool: Arc::clone(pool), sharer: sharer.clone(), metrics: Arc::clone(metrics) }
     }
 
+    #[cfg(feature = "text")]
     pub(super) fn client(&self) -> Arc<str> {
         Arc::clone(&self.sharer.name)
     }
@@ -36,6 +38,7 @@ impl TokenizerMemory {
         self.take(READ_BYTES_PER_BYTE * body_bytes as u64)
     }
 
+    #[cfg(feature = "text")]
     pub(super) fn take_to_tokenize(&self, text_bytes: usize) -> Option<Share> {
         self.take(TOKENIZE_BYTES_PER_BYTE * text_bytes as u64)
     }

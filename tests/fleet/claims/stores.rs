@@ -3,13 +3,13 @@
 use std::{io, time::Duration};
 
 use anyhow::{Context as _, ensure};
-use rustix::process::Signal;
-use service::clock::now;
-use tests::{
+use harness::{
     case,
     cases::Case,
     fleet::{FleetPlan, Place, Process, Processes, own_host},
 };
+use rustix::process::Signal;
+use service::clock::now;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{

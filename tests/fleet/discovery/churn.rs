@@ -3,17 +3,17 @@
 use std::{path::PathBuf, time::Duration};
 
 use anyhow::ensure;
-use router::config::Config;
-use serde_json::json;
-use service::clock::now;
-use tests::{
+use engine_sim::EngineSim;
+use harness::{
     certificates::{Authority, Files},
     cluster::{Agent, Router, agent_config, router_config},
-    engine_sim::{self, EngineSim},
     fleet::Place,
     keys::KeyFixture,
     web::Web,
 };
+use router::config::Config;
+use serde_json::json;
+use service::clock::now;
 use tokio::task::JoinSet;
 
 use super::{Load, Worker, wait_for};

@@ -6,8 +6,8 @@ use std::{
     sync::Arc,
 };
 
+use engine_sim::loopback::own_addr;
 use parking_lot::Mutex;
-use tests::loopback::own_addr;
 use tokio::{net::UdpSocket, task::JoinHandle};
 
 const TYPE_A: u16 = 1;

@@ -11,8 +11,8 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
+use engine_sim::loopback::own_addr;
 use serde_json::{Value, json};
-use tests::loopback::own_addr;
 use tokio::{
     io::AsyncWriteExt as _,
     process::{Child, Command},

@@ -12,12 +12,12 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use rustix::process::Signal;
-use serde_json::json;
-use tests::{
+use harness::{
     fleet::{FleetPlan, Origin, Place, Processes, credential},
     web::Web,
 };
+use rustix::process::Signal;
+use serde_json::json;
 use tokio::task::JoinSet;
 
 use super::wait_state;

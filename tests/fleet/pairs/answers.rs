@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, ensure};
-use proto::block::{BlockTokens, Chain, Scheme};
-use serde_json::{Value, json};
-use tests::{
+use engine_sim::kv::KvEventsConfig;
+use harness::{
     cluster::{Cluster, ids_turn},
-    engine_sim::kv::KvEventsConfig,
     fleet::{FleetPlan, Place, Processes, credential},
     web::Answer,
 };
+use proto::block::{BlockTokens, Chain, Scheme};
+use serde_json::{Value, json};
 
 use super::{Engines, nothing_held, start, start_plain, start_unready, turn, workers};
 
@@ -108,7 +108,7 @@ fn remove_variable(value: &mut Value) {
 /// A session's turns go to one decode engine, their prompts to the prefill engine that has them.
 pub(super) async fn sessions_stay(_: Place) -> anyhow::Result<String> {
     let engines = Engines { prefill: 2, decode: 2, whole: 0 };
-    let change = |_: usize, config: &mut tests::engine_sim::Config| {
+    let change = |_: usize, config: &mut engine_sim::Config| {
         config.kv_events = Some(KvEventsConfig::local());
         config.core.max_total_tokens = 8192;
     };
@@ -235,7 +235,7 @@ pub(super) async fn unpaired_is_refused(_: Place) -> anyhow::Result<String> {
 /// Engines that don't fit form no pair; without one, an engine that runs whole turns serves.
 pub(super) async fn only_engines_that_fit(_: Place) -> anyhow::Result<String> {
     let engines = Engines { prefill: 1, decode: 1, whole: 0 };
-    type Change = fn(&mut tests::engine_sim::Config);
+    type Change = fn(&mut engine_sim::Config);
     let changes: [Change; 4] = [
         |config| config.hand_off.kv_cache_dtype = "fp8_e5m2".to_owned(),
         |config| config.hand_off.transfer_backend = "nixl".to_owned(),
@@ -243,7 +243,7 @@ pub(super) async fn only_engines_that_fit(_: Place) -> anyhow::Result<String> {
         |config| config.served_model_name = Some("other".to_owned()),
     ];
     for (number, change) in changes.into_iter().enumerate() {
-        let change = |engine: usize, config: &mut tests::engine_sim::Config| {
+        let change = |engine: usize, config: &mut engine_sim::Config| {
             if engine == 1 {
                 change(config);
             }

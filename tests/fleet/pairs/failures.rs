@@ -3,15 +3,15 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use http::StatusCode;
-use serde_json::json;
-use service::clock::now;
-use tests::{
+use engine_sim::hand_off::HandOffFault;
+use harness::{
     cluster::{Cluster, eventually},
-    engine_sim::hand_off::HandOffFault,
     fleet::Place,
     web::Answer,
 };
+use http::StatusCode;
+use serde_json::json;
+use service::clock::now;
 
 use super::{Engines, nothing_held, set_fault, start, start_plain, turn, workers};
 
@@ -75,7 +75,7 @@ pub(super) async fn prefill_fails(_: Place) -> anyhow::Result<String> {
 
 /// A decode engine that fails ends the prefill half.
 pub(super) async fn decode_fails(_: Place) -> anyhow::Result<String> {
-    let slow = |_: usize, config: &mut tests::engine_sim::Config| {
+    let slow = |_: usize, config: &mut engine_sim::Config| {
         config.core.prefill_tokens_per_s = 1_000.0;
     };
     let engines = Engines { prefill: 1, decode: 1, whole: 0 };

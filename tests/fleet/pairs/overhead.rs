@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
+use harness::{cluster::Cluster, fleet::Place};
 use service::clock::now;
-use tests::{cluster::Cluster, fleet::Place};
 
 use super::{Engines, start, turn};
 
 /// Measures turns through pairs and through one engine by turns, and compares their medians.
 pub(super) async fn beside_one_engine(place: Place) -> anyhow::Result<String> {
     let rounds = if place.is_quick { 60 } else { 1_000 };
-    let fast = |_: usize, config: &mut tests::engine_sim::Config| {
+    let fast = |_: usize, config: &mut engine_sim::Config| {
         config.core.decode_ms_per_step = 0.0;
         config.core.prefill_tokens_per_s = 1e9;
     };

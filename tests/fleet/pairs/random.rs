@@ -9,12 +9,9 @@ use std::{
 };
 
 use anyhow::ensure;
+use engine_sim::{core::is_model_answer, hand_off::HandOffFault, tokenizer};
+use harness::{cluster::Cluster, fleet::Place};
 use serde_json::{Value, json};
-use tests::{
-    cluster::Cluster,
-    engine_sim::{core::is_model_answer, hand_off::HandOffFault, tokenizer},
-    fleet::Place,
-};
 use tokio::task::JoinSet;
 
 use super::{Engines, nothing_held, start, turn};
@@ -35,7 +32,7 @@ struct Outcomes {
 pub(super) async fn nothing_leaks(place: Place) -> anyhow::Result<String> {
     let turns = if place.is_quick { 600 } else { 10_000 };
     let engines = Engines { prefill: 2, decode: 2, whole: 0 };
-    let change = |_: usize, config: &mut tests::engine_sim::Config| {
+    let change = |_: usize, config: &mut engine_sim::Config| {
         config.core.max_total_tokens = 4096;
         config.hand_off.bootstrap_timeout = Duration::from_millis(400);
         config.requests_seen_max = 0;

@@ -7,13 +7,13 @@ use std::{
 
 use anyhow::anyhow;
 use axum::body::Body;
-use http::Method;
-use serde_json::json;
-use service::clock::now;
-use tests::{
+use harness::{
     fleet::{Origin, Processes, credential},
     web::Answer,
 };
+use http::Method;
+use serde_json::json;
+use service::clock::now;
 
 use crate::users::{Failure, Why, succeed};
 
@@ -108,7 +108,7 @@ struct Session<'a> {
     url: &'a str,
     router: usize,
     user: &'a PinnedUser,
-    web: tests::web::Web,
+    web: harness::web::Web,
     life: Life,
 }
 

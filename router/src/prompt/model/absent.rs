@@ -24,6 +24,7 @@ impl AbsentModel {
             text_prompt.scheme,
             text_prompt.tokens_max,
             text_prompt.unix_s,
+            text_prompt.memory,
         );
         match *self {}
     }
