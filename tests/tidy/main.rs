@@ -2,6 +2,7 @@
 
 mod imports;
 mod names;
+mod refusals;
 mod source;
 mod types;
 

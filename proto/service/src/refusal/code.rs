@@ -1,9 +1,8 @@
 //! The table of all refusal codes, from which refusals, the guide and the tests are made.
 //!
 //! A new code is one entry of [`codes!`] below. Tests then fail until the guide
-//! `deploy/docs/sessions.md` has the code too, and until `guide/provokers.rs` names a test that
-//! provokes it; they say what to do. Each code has exactly one status, so that a client may decide
-//! by either. This module is pure.
+//! `deploy/docs/sessions.md` has the code too, and until a test provokes it; they say what to do.
+//! Each code has exactly one status, so that a client may decide by either. This module is pure.
 
 #[macro_use]
 mod entry;

@@ -1,11 +1,8 @@
-//! Keeps the guide's table of refusals, and the tests that provoke them, complete.
-
-mod provokers;
+//! Keeps the guide's table of refusals complete.
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
-use self::provokers::PROVOKERS;
-use super::{Code, GROUPS, Origin, Repeat};
+use super::{GROUPS, Origin, Repeat};
 
 /// The lines between which the guide has the table.
 const BEGIN: &str = "<!-- The table of refusals begins. It is made from the code. -->\n";
@@ -64,31 +61,4 @@ fn the_guide_has_the_table_of_the_code() {
         "deploy/docs/sessions.md lacks a change of the refusal codes; write the table with \
          `BERTH_WRITE_DOCS=1 cargo test -p service the_guide_has_the_table_of_the_code`"
     );
-}
-
-/// Returns the text of a test: from its name to the next function at the same depth.
-fn text_of<'a>(source: &'a str, test: &str) -> Option<&'a str> {
-    let start = source.find(&format!("fn {test}()"))?;
-    let line_start = source[..start].rfind('\n').map_or(0, |newline| newline + 1);
-    let depth = source[line_start..].len() - source[line_start..].trim_start().len();
-    let end = format!("\n{}}}\n", " ".repeat(depth));
-    let length = source[start..].find(&end)?;
-    Some(&source[start..start + length])
-}
-
-#[test]
-fn every_code_is_provoked_by_the_test_that_is_named_here() {
-    let mut problems = vec![];
-    for code in Code::all() {
-        if PROVOKERS.iter().filter(|(provoked, _)| *provoked == code).count() != 1 {
-            problems.push(format!("{code}: write a test that provokes it, and name it here once"));
-        }
-    }
-    for (code, (file, test, mention)) in PROVOKERS {
-        let source = fs::read_to_string(repository().join(file)).expect("the test's file");
-        if !text_of(&source, test).is_some_and(|text| text.contains(mention)) {
-            problems.push(format!("{code}: {file} has no test {test} that names {mention}"));
-        }
-    }
-    assert!(problems.is_empty(), "{}", problems.join("\n"));
 }

@@ -296,7 +296,8 @@ async fn health_is_answered_and_turns_are_refused_while_every_place_works() {
     assert_eq!(server.status("/health").await, 200);
     let refused = server.last_answer("/held").await;
     assert!(refused.starts_with("HTTP/1.1 503 "), "{refused}");
-    assert!(refused.contains("x-berth-refusal: connections_full\r\n"), "{refused}");
+    let code = format!("x-berth-refusal: {}\r\n", Code::ConnectionsFull);
+    assert!(refused.contains(&code), "{refused}");
     let mut reserve = vec![];
     for _ in 0..100 {
         reserve.push(server.connect().await);

@@ -24,6 +24,7 @@ mod weights;
 use std::time::Duration;
 
 use proto::{claim::Claim, load::Retention};
+use service::refusal::Code;
 
 use self::rig::{Answer, Inside, Rig};
 use super::*;
@@ -97,8 +98,13 @@ fn delta(id: &str) -> Claim {
     Claim { delta: true, ..Claim::for_session(&key(id)) }
 }
 
-fn is_short(error: &Error, name: &str) -> bool {
-    matches!(error, Error::OutOfRoom { resource, .. } if resource.as_str() == name)
+fn is_short(error: &Error, code: Code) -> bool {
+    matches!(error, Error::OutOfRoom { resource, .. } if *resource == code)
+}
+
+/// Returns the code by which the client hears of an error.
+fn code_of(error: Error) -> Code {
+    crate::data_port::refusal(&error.into()).code
 }
 
 #[test]
@@ -137,7 +143,7 @@ fn a_turn_that_waited_is_not_appended_to_a_history_in_doubt() {
     let first = rig.turn(&delta("s")).inside();
     let second = rig.turn(&delta("s")).waits();
     rig.end(&first, Outcome::Lost);
-    assert_eq!(rig.answer(second).error(), Error::HistoryUnknown);
+    assert_eq!(code_of(rig.answer(second).error()), Code::HistoryUnknown);
 }
 
 #[test]
@@ -213,7 +219,7 @@ fn rows_in_reserve_are_never_pinned() {
         rig.pin(id);
     }
     let refused = rig.open("d", Some(Retention::Pinned)).unwrap_err();
-    assert!(is_short(&refused, "rows"), "{refused}");
+    assert!(is_short(&refused, Code::Rows), "{refused}");
     rig.turn(&Claim::for_session(&key("d"))).inside();
     assert_eq!(rig.close("a"), Ok(false));
     let waiting = rig.turn(&Claim { open: true, ..delta("e") }).waits();
@@ -241,7 +247,7 @@ fn growth_is_reserved_before_the_turn_and_given_back_after_it() {
     assert_eq!(turn.turn.growth_tokens_max, Some(800));
     assert_eq!(rig.table.totals(0).pinned_tokens, 800);
     let refused = rig.turn_that_needs(&delta("b"), large).error();
-    assert!(is_short(&refused, "pin_tokens"), "{refused}");
+    assert!(is_short(&refused, Code::PinTokens), "{refused}");
     rig.end(&turn, finished(500, 3));
     assert_eq!(rig.table.totals(0).pinned_tokens, 512);
     let small =
@@ -261,6 +267,7 @@ fn what_no_budget_holds_is_refused_for_good() {
         Error::TooLarge { tokens_needed: 1200, tokens_max: 1008 },
         "as far as the context"
     );
+    assert_eq!(code_of(refused), Code::TurnTooLarge);
 }
 
 #[test]
@@ -276,7 +283,7 @@ fn an_aborted_turn_leaves_its_history_to_be_computed_again() {
     assert_eq!(session.state(), proto::load::SessionState::Demoted);
     rig.pin_holding("other", 400);
     let refused = rig.turn(&delta("s")).error();
-    assert!(is_short(&refused, "pin_tokens"), "its 601 tokens come back with it: {refused}");
+    assert!(is_short(&refused, Code::PinTokens), "its 601 tokens come back with it: {refused}");
     rig.close("other").unwrap();
     let waiting = rig.turn(&delta("s")).waits();
     rig.engine_closes();
@@ -311,7 +318,7 @@ fn idle_sessions_give_way_the_least_worth_keeping_first() {
     assert_eq!(rig.closes.len(), 1, "one is enough");
     rig.engine_closes();
     rig.answer(waiting).inside();
-    assert_eq!(rig.turn(&delta("old")).error(), Error::Reclaimed);
+    assert_eq!(code_of(rig.turn(&delta("old")).error()), Code::SessionReclaimed);
     rig.turn(&delta("older than nothing")).inside();
 }
 
@@ -331,7 +338,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     let turn = rig.answer(waiting).inside();
     rig.end(&turn, finished(500, 1));
     assert_eq!(rig.table.get(&key("idle")).unwrap().history_tokens(), 601);
-    assert!(is_short(&rig.turn(&delta("idle")).error(), "pin_tokens"), "its KV comes back too");
+    assert!(is_short(&rig.turn(&delta("idle")).error(), Code::PinTokens), "its KV comes back too");
     rig.wait(DEMOTE);
     let waiting = rig.turn(&delta("idle")).waits();
     let newer = rig.demotes.pop().unwrap();
@@ -350,10 +357,10 @@ fn a_session_in_use_never_gives_way() {
     rig.wait(2 * DEMOTE);
     rig.pin("new");
     let refused = rig.turn_that_needs(&delta("new"), need).error();
-    assert!(is_short(&refused, "pin_tokens"), "{refused}");
+    assert!(is_short(&refused, Code::PinTokens), "{refused}");
     rig.end(&busy, finished(800, 1));
     let refused = rig.turn_that_needs(&delta("new"), need).error();
-    assert!(is_short(&refused, "pin_tokens"), "it has only just ended: {refused}");
+    assert!(is_short(&refused, Code::PinTokens), "it has only just ended: {refused}");
 }
 
 #[test]
@@ -369,7 +376,7 @@ fn a_large_plain_turn_waits_outside_for_room_that_sessions_hold() {
     let need =
         Need { prompt_tokens: 500, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("t"), need).error();
-    assert!(is_short(&refused, "pin_tokens"), "the large turn has the room: {refused}");
+    assert!(is_short(&refused, Code::PinTokens), "the large turn has the room: {refused}");
 }
 
 #[test]
@@ -380,7 +387,7 @@ fn the_queue_is_in_order_bounded_and_takes_no_longer_than_it_may() {
     rig.wait(QUEUE / 2);
     let others: Vec<String> = (0..3).map(|_| rig.plain(1).waits()).collect();
     let refused = rig.plain(1).error();
-    assert!(is_short(&refused, "queue_places"), "{refused}");
+    assert!(is_short(&refused, Code::QueuePlaces), "{refused}");
     assert_eq!(rig.table.totals(0).turns_queued, 4);
     rig.end(&inside[0], Outcome::Finished(None));
     rig.answer(first).inside();
@@ -388,7 +395,7 @@ fn the_queue_is_in_order_bounded_and_takes_no_longer_than_it_may() {
     assert!(rig.refused.is_empty());
     rig.wait(Duration::from_millis(1));
     assert_eq!(rig.refused.len(), 3);
-    assert!(rig.refused.values().all(|error| is_short(error, "queue_time")));
+    assert!(rig.refused.values().all(|error| is_short(error, Code::QueueTime)));
     assert!(others.iter().all(|rid| rig.refused.contains_key(rid)));
     assert_eq!(rig.table.totals(0).turns_queued, 0);
 }
@@ -566,6 +573,7 @@ fn a_delta_may_open_its_session() {
     let tagged = Claim { retention: Some(Retention::Tagged), ..delta("t") };
     let refused = rig.turn(&Claim { open: true, ..tagged }).error();
     assert_eq!(refused, Error::DeltaNeedsPinned(Retention::Tagged));
+    assert_eq!(code_of(refused), Code::DeltaNeedsPinned);
     let need = Need { prompt_tokens: 5000, answer_tokens: None, is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&Claim { open: true, ..delta("u") }, need).error();
     assert!(matches!(refused, Error::TooLarge { .. }), "{refused}");

@@ -52,7 +52,7 @@ fn an_open_that_may_have_happened_is_closed() {
         let incarnation = rig.opens.as_mut().unwrap().pop().unwrap();
         rig.table.handle_open_result(rig.now, &incarnation, &opened);
         rig.carry_out();
-        assert!(matches!(rig.answer(waiting).error(), Error::OpenFailed(_)));
+        assert_eq!(code_of(rig.answer(waiting).error()), Code::OpenFailed);
         assert_eq!(rig.closes.len(), closes, "{opened:?}");
         rig.engine_closes();
         let last = rig.journal.last().unwrap();
@@ -151,7 +151,7 @@ fn sessions_of_others_count_as_pinned() {
     let need =
         Need { prompt_tokens: 300, answer_tokens: Some(1), is_exact: true, ..Need::default() };
     let refused = rig.turn_that_needs(&delta("s"), need).error();
-    assert!(is_short(&refused, "pin_tokens"), "{refused}");
+    assert!(is_short(&refused, Code::PinTokens), "{refused}");
     rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     rig.turn_that_needs(&delta("s"), need).inside();
 }
@@ -172,7 +172,7 @@ fn the_shim_names_sessions_of_others() {
     assert_eq!((totals.foreign_rows, totals.foreign_tokens, totals.rows_held), (1, 96, 1));
     rig.pin("a");
     rig.pin("b");
-    assert!(is_short(&rig.open("c", Some(Retention::Pinned)).unwrap_err(), "rows"));
+    assert!(is_short(&rig.open("c", Some(Retention::Pinned)).unwrap_err(), Code::Rows));
     rig.table.handle_session_gone(rig.now, 0, "someone");
     rig.pin("c");
 }

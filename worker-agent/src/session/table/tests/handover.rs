@@ -140,8 +140,7 @@ fn what_is_not_confirmed_is_closed_and_its_client_told() {
             _ => {}
         }
         let error = rig.turn(&delta("s")).error();
-        let code = crate::data_port::refusal(&error.into()).code.as_str();
-        assert_eq!(code, "session_lost", "{case}");
+        assert_eq!(code_of(error), Code::SessionLost, "{case}");
         let closed: Vec<&str> = rig.closes.iter().map(|close| &*close.incarnation).collect();
         let is_closed = !["other engine", "not in the journal"].contains(&case);
         assert_eq!(closed, if is_closed { vec![&*incarnation] } else { vec![] }, "{case}");

@@ -259,7 +259,7 @@ fn nothing_runs_on_kv_that_an_audit_found_corrupt() {
     rig.carry_out();
     let closed: Vec<&str> = rig.closes.iter().map(|close| close.incarnation.as_str()).collect();
     assert_eq!(closed, [idle.as_str()], "a turn that runs ends first");
-    assert_eq!(rig.turn(&delta("idle")).error(), Error::KvCorrupt);
+    assert_eq!(code_of(rig.turn(&delta("idle")).error()), Code::KvCorrupt);
     rig.end(&turn, finished(29, 8));
     assert_eq!(rig.closes.last().unwrap().incarnation, busy);
     assert_eq!(rig.answer(next).error(), Error::KvCorrupt, "what waited is not appended");
