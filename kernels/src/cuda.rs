@@ -71,7 +71,6 @@ pub struct Device {
 /// Released with the last of the [`Device`], its memory and its [`StreamPoint`]s.
 #[derive(Debug)]
 struct OpenGpu {
-    ordinal: u32,
     device: CUdevice,
     context: CUcontext,
     /// Null until the stream is created.
@@ -138,7 +137,6 @@ impl Device {
         }
         // From here on, `Drop` releases everything acquired so far.
         let mut gpu = OpenGpu {
-            ordinal,
             device,
             context,
             stream: ptr::null_mut(),
@@ -163,11 +161,6 @@ impl Device {
         }
         drop(current);
         Ok(Device { gpu: Arc::new(gpu), shape: LaunchShape::default() })
-    }
-
-    /// Returns the CUDA ordinal of the GPU; NVML numbers GPUs differently.
-    pub fn ordinal(&self) -> u32 {
-        self.gpu.ordinal
     }
 
     pub fn stream(&self) -> u64 {

@@ -236,14 +236,6 @@ pub struct Placement {
     pub compared: Vec<serde_json::Value>,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(default)]
-pub struct TurnPage {
-    /// The oldest is first.
-    pub turns: Vec<Turn>,
-    pub next: Option<String>,
-}
-
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Turn {

@@ -1,15 +1,14 @@
 //! Manages the memory of the page kernels, on the device and on the host, and copies between both.
 //!
 //! Enqueued work runs later, on the device. The types protect memory that such work may still
-//! use: a [`PinnedBuffer`] can be read only after its copy is done, and a drop waits for the work
-//! before it frees the memory.
+//! use: a [`PinnedBuffer`] can be written only after its copy is done, and a drop waits for the
+//! work before it frees the memory.
 
 use super::{Device, Error, OpenGpu, StreamPoint, at_most, driver};
 use crate::reference::{LiveRow, SessionPages};
 use cudarc::driver::sys::CUdeviceptr;
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
-    ffi::c_void,
     marker::PhantomData,
     ptr::NonNull,
     slice,
@@ -134,13 +133,13 @@ impl<'a, T: DeviceValue> DeviceSlice<'a, T> {
     }
 }
 
-/// Page-locked host memory; copies between it and the device never block the caller.
+/// Page-locked host memory; copies from it to the device never block the caller.
 #[derive(Debug)]
 pub struct PinnedBuffer<T: DeviceValue> {
     gpu: Arc<OpenGpu>,
     memory: NonNull<T>,
     len: usize,
-    /// The point in the stream behind the newest copy from or to this memory.
+    /// The point in the stream behind the newest copy from this memory.
     copy_end: Option<StreamPoint>,
 }
 
@@ -167,17 +166,11 @@ impl<T: DeviceValue> PinnedBuffer<T> {
         self.copy_end.as_ref().map_or(Ok(true), StreamPoint::is_done)
     }
 
-    /// Returns the values, or `None` while a copy from or to them is in progress.
-    pub fn get(&self) -> Result<Option<&[T]>, Error> {
-        // SAFETY: `memory` holds `len` values, and no copy is writing them when this is called.
-        let values = || unsafe { slice::from_raw_parts(self.memory.as_ptr(), self.len) };
-        Ok(self.is_idle()?.then(values))
-    }
-
-    /// Returns the values for writing, or `None` while a copy from or to them is in progress.
+    /// Returns the values for writing, or `None` while a copy from them is in progress.
     pub fn get_mut(&mut self) -> Result<Option<&mut [T]>, Error> {
         let is_idle = self.is_idle()?;
-        // SAFETY: as in `get`; no copy is reading the values, and `self` is borrowed exclusively.
+        // SAFETY: `memory` holds `len` values, no copy is reading them when this is called, and
+        // `self` is borrowed exclusively.
         let values = || unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.len) };
         Ok(is_idle.then(values))
     }
@@ -259,26 +252,18 @@ impl Device {
         to: &mut DeviceBuffer<T>,
     ) -> Result<(), Error> {
         at_most("values to send", count as u64, from.len.min(to.len) as u64)?;
-        self.enqueue_copy(from, count, |host, bytes, stream| {
+        if !from.is_idle()? {
+            return Err(Error::CopyInFlight);
+        }
+        if count > 0 {
+            let (host, bytes) = (from.memory.as_ptr().cast(), count * size_of::<T>());
+            let _current = self.gpu.enter()?;
             // SAFETY: both ends have that many bytes, and both wait for the copy before they are
             // freed.
-            unsafe { driver::cuMemcpyHtoDAsync_v2(to.address, host, bytes, stream) }
-        })
-    }
-
-    /// Copies the first `count` values from the device to the host. Only enqueues.
-    pub fn fetch<T: DeviceValue>(
-        &self,
-        from: DeviceSlice<'_, T>,
-        count: usize,
-        to: &mut PinnedBuffer<T>,
-    ) -> Result<(), Error> {
-        at_most("values to fetch", count as u64, from.len.min(to.len) as u64)?;
-        self.enqueue_copy(to, count, |host, bytes, stream| {
-            // SAFETY: both ends have that many bytes. The host memory waits for the copy before it
-            // is freed. The device memory waits too, or its owner has guaranteed that it stays.
-            unsafe { driver::cuMemcpyDtoHAsync_v2(host, from.address, bytes, stream) }
-        })
+            unsafe { driver::cuMemcpyHtoDAsync_v2(to.address, host, bytes, self.gpu.stream)? };
+            from.copy_end = Some(self.record()?);
+        }
+        Ok(())
     }
 
     /// Copies all of `from` to the beginning of `to`, on the device. Only enqueues.
@@ -296,23 +281,6 @@ impl Device {
         // SAFETY: both ends have that many bytes. `to` waits for the copy before it is freed.
         // `from` waits too, or its owner has guaranteed that it stays.
         unsafe { driver::cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.gpu.stream) }
-    }
-
-    fn enqueue_copy<T: DeviceValue>(
-        &self,
-        host: &mut PinnedBuffer<T>,
-        count: usize,
-        copy: impl FnOnce(*mut c_void, usize, cudarc::driver::sys::CUstream) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        if !host.is_idle()? {
-            return Err(Error::CopyInFlight);
-        }
-        if count > 0 {
-            let _current = self.gpu.enter()?;
-            copy(host.memory.as_ptr().cast(), count * size_of::<T>(), self.gpu.stream)?;
-            host.copy_end = Some(self.record()?);
-        }
-        Ok(())
     }
 
     /// Copies `values` to the beginning of `buffer`, and waits for the end of the copy.

@@ -189,14 +189,6 @@ impl Scanner {
             prompt.is_some_and(|tokens| tokens > 1) || completion.is_some_and(|tokens| tokens > 1);
         is_longer && completion.is_some_and(|tokens| tokens > 0)
     }
-
-    #[must_use]
-    pub fn usage(&self) -> Option<Usage> {
-        match self.outcome(http::StatusCode::OK) {
-            Outcome::Finished(usage) => usage,
-            _ => None,
-        }
-    }
 }
 
 /// A space may come before the text, and `\r` after it.

@@ -15,7 +15,7 @@ use crate::session::handover::HandedWeights;
 #[derive(Debug, Clone, Default)]
 pub(super) struct WeightsState {
     epoch: u64,
-    is_tree_stale: bool,
+    pub(super) is_tree_stale: bool,
     /// Whether turns may have left KV in the engine since its last flush.
     may_hold_kv: bool,
     /// `None` if turns go to the engine.
@@ -62,11 +62,6 @@ impl Table {
     #[must_use]
     pub fn weights_epoch(&self) -> u64 {
         self.weights.epoch()
-    }
-
-    #[must_use]
-    pub fn has_stale_tree(&self) -> bool {
-        self.weights.is_tree_stale
     }
 
     pub(super) fn hand_over_weights(&self) -> HandedWeights {

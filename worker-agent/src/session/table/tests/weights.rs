@@ -81,7 +81,7 @@ fn nothing_is_pinned_on_a_cache_of_older_weights_before_a_flush() {
     rig.pin_holding("s", 31);
     rig.change_weights(false);
     rig.engine_closes();
-    assert!(rig.table.has_stale_tree());
+    assert!(rig.table.weights.is_tree_stale);
     assert_eq!(rig.turn(&pinned("new")).error(), Error::CacheOutdated);
     rig.turn(&Claim::for_session(&key("tagged"))).inside();
     let plain = rig.plain(8).inside();
@@ -102,7 +102,7 @@ fn buckets_of_an_update_after_a_flush_leave_nothing_outdated() {
     rig.table.set_hold(rig.now, None);
     rig.carry_out();
     assert_eq!(reason_of(&mut rig, "s"), Error::Reclaimed, "the flush came first");
-    assert!(!rig.table.has_stale_tree());
+    assert!(!rig.table.weights.is_tree_stale);
     rig.turn(&pinned("new")).inside();
 }
 
@@ -134,7 +134,7 @@ fn a_change_is_counted_once_whoever_tells_it_first_and_others_changes_are_seen()
     rig.report_weights(3, true);
     assert_eq!(rig.table.weights_epoch(), epoch + 3, "two of others");
     assert_eq!(reason_of(&mut rig, "s"), Error::WeightsChanged);
-    assert!(rig.table.has_stale_tree());
+    assert!(rig.table.weights.is_tree_stale);
 }
 
 #[test]
