@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* The return value of berth_kv_abi for this header. */
-#define BERTH_KV_ABI 1
+#define BERTH_KV_ABI 2
 
 /* Error codes; berth_kv_error returns the text. */
 #define BERTH_KV_INVALID (-1) /* an argument is null, or doesn't fit this pool */
@@ -40,8 +40,6 @@ extern "C" {
 
 /* Value of `device` for a pool in host memory. */
 #define BERTH_KV_HOST (-1)
-/* Value of `protected_tokens` if unknown. */
-#define BERTH_KV_UNKNOWN UINT32_MAX
 
 typedef uint64_t berth_kv;
 
@@ -67,7 +65,7 @@ struct berth_kv_row {
     uint32_t len;              /* tokens whose slots are allocated */
     uint32_t session;          /* the session's number: an index into keys */
     uint32_t sealed_tokens;    /* not rewritten while the session's key stays the same; or 0 */
-    uint32_t protected_tokens; /* leading tokens that the radix tree owns; or BERTH_KV_UNKNOWN */
+    uint32_t protected_tokens; /* leading tokens that the radix tree owns */
     uint32_t zero;
     uint64_t version; /* changes whenever [0, len) of the row may be rewritten */
 };
@@ -78,20 +76,16 @@ struct berth_kv_list {
     uint64_t n;
 };
 
-/* A snapshot of the engine's rows and page lists. */
+/* A snapshot of the engine's rows and page lists: every row that holds pages, and whole lists. */
 struct berth_kv_snapshot {
     const struct berth_kv_row *rows;
     const uint64_t *keys;             /* per session: changes when its KV is computed anew */
     const struct berth_kv_list *free; /* free lists, as page ids */
-    const struct berth_kv_list *tree; /* the radix tree's token slots; null if not given */
+    const struct berth_kv_list *tree; /* the radix tree's token slots */
     uint32_t nrows;
     uint32_t nsessions;
-    uint32_t nfree; /* 0 if not given */
-    /* 1 if every row that holds pages is in `rows`, and rows, lists and tree are complete and of
-     * one moment. Otherwise, no findings are made across rows and lists. */
-    uint32_t complete;
+    uint32_t nfree;
     uint32_t digest_pages_max; /* sealed pages to digest in this audit, or 0 */
-    uint32_t zero;
     uint64_t stream; /* CUstream whose work must finish before the snapshot is valid; 0: default */
 };
 

@@ -122,7 +122,7 @@ extern "C" __global__ void kv_mark(const LiveRow* rows, u32 nrows, u32 row_block
 }
 
 // The bitmap `claimed` has the pages that are already counted as exclusive, so that each page
-// counts once. `tree` is a bitmap, or null.
+// counts once. `tree` is a bitmap.
 extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 row_blocks, u32 shift,
                                       u32 npages, const u32* page_list, const u32* refcnt,
                                       const u32* owner, const u32* tree, u32* claimed,
@@ -143,7 +143,7 @@ extern "C" __global__ void kv_session(const LiveRow* rows, u32 nrows, u32 row_bl
     const u32 word = page / WARP, bit = 1u << page % WARP;
     if (atomicOr(&claimed[word], bit) & bit) continue;
     exclusive += 1;
-    freed += tree == nullptr || !(tree[word] & bit);
+    freed += !(tree[word] & bit);
   }
   if (span.begin == 0) tail = (span.end << shift) - row.len;
   const u64 sums[6] = {refs, exclusive, share, runs, tail, freed};

@@ -76,7 +76,6 @@ struct OpenAudit {
     keys: Vec<u64>,
     /// The numbers of the page references whose pages are digested; see [`CopyLayout`].
     window: std::ops::Range<u32>,
-    is_snapshot_complete: bool,
     has_digests: bool,
     is_ready: bool,
 }
@@ -87,8 +86,8 @@ struct PlannedRow {
     version: u64,
     /// At the row's beginning. These pages must not change while the session has the same key.
     sealed_pages: u32,
-    /// The number of pages at the row's beginning that the radix tree owns; `None` if unknown.
-    protected_pages: Option<u32>,
+    /// The number of pages at the row's beginning that the radix tree owns.
+    protected_pages: u32,
 }
 
 impl Accountant {
@@ -158,7 +157,7 @@ impl Accountant {
         let has_changed = find_changed_rows(&open.rows, current_versions);
         let valid_rows = collect_valid_rows(&open.rows, &has_changed, self.pool.page_shift());
         let rows_changed = has_changed.iter().filter(|&&has_changed| has_changed).count();
-        let scope = Scope::new(open.is_snapshot_complete, rows_changed);
+        let scope = if rows_changed == 0 { Scope::Complete } else { Scope::RowsChanged };
         let counts = self.backend.count(&self.pool, &valid_rows)?;
         let mut findings = self.findings(&counts, &valid_rows, scope)?;
         let (digests, changed_pages) = self.compare_digests(&open, &has_changed)?;
@@ -174,8 +173,7 @@ impl Accountant {
             rows: row_count(valid_rows.rows.len()),
             rows_changed: row_count(rows_changed),
             held_pages: counts.held_pages(),
-            free: (counts.free.is_some())
-                .then(|| FreePages { pages: counts.free_pages(), runs: counts.free_runs }),
+            free: FreePages { pages: counts.free_pages(), runs: counts.free_runs },
             pages_by_owner,
             sessions: session_entries(&open.rows, &has_changed, &counts, pages_by_owner.is_some()),
             digests,
@@ -212,14 +210,13 @@ impl Accountant {
             let DigestRow { pages: refs, sealed_pages, .. } = digest_rows[index];
             let live = LiveRow { row: row.row, len: row.len, session: row.session, list_start };
             list_start += refs;
-            let protected_pages = row.protected_tokens.map(pages);
+            let protected_pages = pages(row.protected_tokens);
             PlannedRow { live, version: row.version, sealed_pages, protected_pages }
         };
         OpenAudit {
             rows: order.into_iter().map(plan_row).collect(),
             keys: snapshot.keys.to_vec(),
             window,
-            is_snapshot_complete: snapshot.is_complete,
             has_digests: digest_pages_max > 0,
             is_ready: false,
         }
@@ -235,9 +232,7 @@ impl Accountant {
         let page_shift = self.pool.page_shift();
         let refs = valid_rows.rows.iter().map(|row| u64::from(row.pages(page_shift))).sum();
         if !counts.has_fault(refs, scope) {
-            let (has_free, has_tree) = (counts.free.is_some(), counts.tree.is_some());
-            let has_unprotected = !valid_rows.unprotected.is_empty();
-            let kinds = audit::detectable_kinds(scope, has_free, has_tree, has_unprotected);
+            let kinds = audit::detectable_kinds(scope, !valid_rows.rows.is_empty());
             return Ok(kinds.into_iter().map(audit::no_faults).collect());
         }
         let copy = self.backend.read_copy(&self.pool)?;
@@ -304,7 +299,7 @@ fn collect_valid_rows(rows: &[PlannedRow], has_changed: &[bool], page_shift: u32
     let mut valid_rows = ValidRows::default();
     for row in unchanged(rows, has_changed) {
         valid_rows.rows.push(row.live);
-        let Some(protected) = row.protected_pages else { continue };
+        let protected = row.protected_pages;
         let len = row.live.len.saturating_sub(protected << page_shift);
         valid_rows.unprotected.push(LiveRow {
             len,

@@ -1,9 +1,8 @@
 //! Finds the faults in a copy of an engine's rows, free lists and radix tree, and names the pages.
 //!
 //! An audit calls this only if its counts show a fault. Nothing here reads the engine's memory or a
-//! GPU. Not every copy can show every fault: [`SameMoment`] proves that rows and lists may be
-//! compared, [`CompleteCopy`] also that no row is missing. [`crate::digest`] finds sealed pages
-//! that an engine rewrote, which no copy shows.
+//! GPU. A copy without the rows that changed meanwhile doesn't show pages without an owner.
+//! [`crate::digest`] finds sealed pages that an engine rewrote, which no copy shows.
 
 use crate::{
     digest::ChangedPage,
@@ -13,35 +12,6 @@ use crate::{
     },
 };
 use std::collections::BTreeSet;
-
-/// Proof that the snapshot's rows, free lists and radix tree are from the same moment.
-#[derive(Clone, Copy, Debug)]
-pub struct SameMoment(());
-
-/// Proof of [`SameMoment`], and that no row is missing, nor left out because it changed meanwhile.
-#[derive(Clone, Copy, Debug)]
-pub struct CompleteCopy(());
-
-impl Scope {
-    /// The engine sets `is_snapshot_complete` if its snapshot has every row that holds pages, and
-    /// rows, free lists and radix tree are from the same moment. `rows_changed` rows are left out:
-    /// they may have changed while they were copied.
-    pub fn new(is_snapshot_complete: bool, rows_changed: usize) -> Self {
-        match (is_snapshot_complete, rows_changed) {
-            (false, _) => Self::Partial,
-            (true, 0) => Self::Complete,
-            (true, _) => Self::RowsChanged,
-        }
-    }
-
-    pub fn same_moment(self) -> Option<SameMoment> {
-        (self != Self::Partial).then_some(SameMoment(()))
-    }
-
-    pub fn complete_copy(self) -> Option<CompleteCopy> {
-        (self == Self::Complete).then_some(CompleteCopy(()))
-    }
-}
 
 /// The number of faults of one kind, and the pages or list entries of the first few faults.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -61,7 +31,7 @@ impl FaultTally {
 }
 
 /// The pages of a list of ids (a free list or the radix tree), with the faults in the list.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListedPages {
     pub set: PageSet,
     /// Pages that the list names more than once. A page that is named three times counts twice.
@@ -102,40 +72,27 @@ impl ListedPages {
 pub struct PoolCopy {
     /// The page list of [`reference::gather_pages`].
     pub row_page_ids: Vec<u32>,
-    /// The pages in the free lists; `None` if the snapshot has no free list.
-    pub free: Option<ListedPages>,
-    /// The pages in the radix tree; `None` if the snapshot doesn't have the tree.
-    pub tree: Option<ListedPages>,
+    /// The pages in the free lists.
+    pub free: ListedPages,
+    /// The pages in the radix tree.
+    pub tree: ListedPages,
 }
 
 #[derive(Clone, Debug, Default)]
 pub struct ValidRows {
     pub rows: Vec<LiveRow>,
-    /// Of each row, the part behind the beginning that the radix tree owns. A row of which that is
-    /// unknown is not in this list.
+    /// Of each row, the part behind the beginning that the radix tree owns.
     pub unprotected: Vec<LiveRow>,
 }
 
-/// A report has an entry for each of these kinds, also if there is no such fault.
-/// `has_unprotected`: the copy has rows with a part that the radix tree doesn't own.
-pub fn detectable_kinds(
-    scope: Scope,
-    has_free: bool,
-    has_tree: bool,
-    has_unprotected: bool,
-) -> Vec<FaultKind> {
-    let is_same_moment = scope.same_moment().is_some();
-    let is_complete = scope.complete_copy().is_some();
+/// A report has an entry for each of these kinds, also if there is no such fault. `has_rows`: the
+/// copy has valid rows.
+pub fn detectable_kinds(scope: Scope, has_rows: bool) -> Vec<FaultKind> {
     let can_show = |kind: &FaultKind| match kind {
-        FaultKind::Aliased => is_same_moment && has_tree,
-        FaultKind::Leaked => is_complete && has_free && has_tree,
-        FaultKind::DoubleFree | FaultKind::BadFreeEntry => has_free,
-        FaultKind::FreeHeld => is_same_moment && has_free,
-        FaultKind::FreeCached => is_same_moment && has_free && has_tree,
-        FaultKind::CachedUnprotected => is_same_moment && has_tree && has_unprotected,
-        FaultKind::TreeTwice | FaultKind::BadTreeEntry => has_tree,
-        FaultKind::BadRowEntry => true,
+        FaultKind::Leaked => scope == Scope::Complete,
+        FaultKind::CachedUnprotected => has_rows,
         FaultKind::SealedPageChanged => false,
+        _ => true,
     };
     FaultKind::ALL.into_iter().filter(can_show).collect()
 }
@@ -150,10 +107,8 @@ pub fn find_faults(
 ) -> Vec<KindFindings> {
     let marks = reference::mark(&valid_rows.rows, &copy.row_page_ids, page_shift, npages);
     let finder = FaultFinder { copy, valid_rows, page_shift, marks };
-    let (has_free, has_tree) = (copy.free.is_some(), copy.tree.is_some());
-    let has_unprotected = !valid_rows.unprotected.is_empty();
-    let kinds = detectable_kinds(scope, has_free, has_tree, has_unprotected);
-    kinds.into_iter().map(|kind| finder.find(kind, scope)).collect()
+    let kinds = detectable_kinds(scope, !valid_rows.rows.is_empty());
+    kinds.into_iter().map(|kind| finder.find(kind)).collect()
 }
 
 pub fn no_faults(kind: FaultKind) -> KindFindings {
@@ -185,34 +140,20 @@ struct FaultFinder<'a> {
 }
 
 impl FaultFinder<'_> {
-    /// The findings are empty if a copy with this scope can't show the kind.
-    fn find(&self, kind: FaultKind, scope: Scope) -> KindFindings {
-        let empty_tally = FaultTally::default;
-        let list_tally = |tally: Option<&FaultTally>| tally.cloned().unwrap_or_default();
-        let (free, tree) = (self.copy.free.as_ref(), self.copy.tree.as_ref());
-        let (same_moment, complete) = (scope.same_moment(), scope.complete_copy());
+    fn find(&self, kind: FaultKind) -> KindFindings {
+        let (free, tree) = (&self.copy.free, &self.copy.tree);
         let tally = match kind {
-            FaultKind::Aliased => {
-                same_moment.map_or_else(empty_tally, |proof| self.aliased_pages(proof))
-            }
-            FaultKind::Leaked => {
-                complete.map_or_else(empty_tally, |proof| self.leaked_pages(proof))
-            }
-            FaultKind::FreeHeld => {
-                same_moment.map_or_else(empty_tally, |proof| self.free_held_pages(proof))
-            }
-            FaultKind::FreeCached => {
-                same_moment.map_or_else(empty_tally, |proof| self.free_cached_pages(proof))
-            }
-            FaultKind::CachedUnprotected => {
-                same_moment.map_or_else(empty_tally, |proof| self.cached_unprotected_pages(proof))
-            }
-            FaultKind::DoubleFree => list_tally(free.map(|free| &free.repeated)),
-            FaultKind::BadFreeEntry => list_tally(free.map(|free| &free.invalid)),
-            FaultKind::TreeTwice => list_tally(tree.map(|tree| &tree.repeated)),
-            FaultKind::BadTreeEntry => list_tally(tree.map(|tree| &tree.invalid)),
+            FaultKind::Aliased => self.aliased_pages(),
+            FaultKind::Leaked => self.leaked_pages(),
+            FaultKind::FreeHeld => self.free_held_pages(),
+            FaultKind::FreeCached => self.free_cached_pages(),
+            FaultKind::CachedUnprotected => self.cached_unprotected_pages(),
+            FaultKind::DoubleFree => free.repeated.clone(),
+            FaultKind::BadFreeEntry => free.invalid.clone(),
+            FaultKind::TreeTwice => tree.repeated.clone(),
+            FaultKind::BadTreeEntry => tree.invalid.clone(),
             FaultKind::BadRowEntry => return self.bad_row_entries(),
-            FaultKind::SealedPageChanged => empty_tally(),
+            FaultKind::SealedPageChanged => FaultTally::default(),
         };
         let holders = self.holding_sessions(kind, &tally.first_values);
         let mut first_faults: Vec<Finding> = (tally.first_values.iter().zip(holders))
@@ -247,33 +188,33 @@ impl FaultFinder<'_> {
         holders
     }
 
-    fn aliased_pages(&self, _: SameMoment) -> FaultTally {
+    fn aliased_pages(&self) -> FaultTally {
         let is_shared = |page: usize| self.marks.owner[page] == OWNER_SHARED;
-        self.tally_pages(|page| is_shared(page) && !lists_page(&self.copy.tree, page))
+        self.tally_pages(|page| is_shared(page) && !self.copy.tree.set.has[page])
     }
 
-    fn leaked_pages(&self, _: CompleteCopy) -> FaultTally {
+    fn leaked_pages(&self) -> FaultTally {
         let (free, tree) = (&self.copy.free, &self.copy.tree);
-        let is_listed = |page| lists_page(free, page) || lists_page(tree, page);
+        let is_listed = |page| free.set.has[page] || tree.set.has[page];
         let has_owner = |page| is_listed(page) || self.marks.refcnt[page] > 0;
         // Page 0 is the padding page. It never has an owner, so it is not a leak.
         self.tally_pages(|page| page > 0 && !has_owner(page))
     }
 
-    fn free_held_pages(&self, _: SameMoment) -> FaultTally {
-        self.tally_pages(|page| lists_page(&self.copy.free, page) && self.marks.refcnt[page] > 0)
+    fn free_held_pages(&self) -> FaultTally {
+        self.tally_pages(|page| self.copy.free.set.has[page] && self.marks.refcnt[page] > 0)
     }
 
-    fn free_cached_pages(&self, _: SameMoment) -> FaultTally {
+    fn free_cached_pages(&self) -> FaultTally {
         let (free, tree) = (&self.copy.free, &self.copy.tree);
-        self.tally_pages(|page| lists_page(free, page) && lists_page(tree, page))
+        self.tally_pages(|page| free.set.has[page] && tree.set.has[page])
     }
 
-    fn cached_unprotected_pages(&self, _: SameMoment) -> FaultTally {
+    fn cached_unprotected_pages(&self) -> FaultTally {
         let npages = u32::try_from(self.marks.refcnt.len()).expect("a pool's page count is a u32");
         let rows = &self.valid_rows.unprotected;
         let unprotected = reference::mark(rows, &self.copy.row_page_ids, self.page_shift, npages);
-        self.tally_pages(|page| lists_page(&self.copy.tree, page) && unprotected.refcnt[page] > 0)
+        self.tally_pages(|page| self.copy.tree.set.has[page] && unprotected.refcnt[page] > 0)
     }
 
     fn tally_pages(&self, is_fault: impl Fn(usize) -> bool) -> FaultTally {
@@ -306,10 +247,6 @@ impl FaultFinder<'_> {
         findings.first_faults.sort();
         findings
     }
-}
-
-fn lists_page(listed: &Option<ListedPages>, page: usize) -> bool {
-    listed.as_ref().is_some_and(|listed| listed.set.has[page])
 }
 
 fn row_pages<'a>(row: &LiveRow, row_page_ids: &'a [u32], page_shift: u32) -> &'a [u32] {

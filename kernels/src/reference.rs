@@ -70,14 +70,6 @@ pub struct Marks {
 }
 
 impl Marks {
-    pub fn held_pages(&self) -> u64 {
-        self.refcnt.iter().filter(|&&count| count > 0).count() as u64
-    }
-
-    pub fn shared_pages(&self) -> u64 {
-        self.owner.iter().filter(|&&owner| owner == OWNER_SHARED).count() as u64
-    }
-
     /// Shared pages outside the radix tree: sessions share only through it, so each is a fault.
     pub fn aliased_pages(&self, tree: &PageSet) -> u64 {
         let owners = self.owner.iter().zip(&tree.has);
@@ -86,7 +78,7 @@ impl Marks {
 }
 
 /// A set of pages made from a list of ids, and the numbers of faults in the list.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageSet {
     /// Whether the set has the page, indexed by page.
     pub has: Vec<bool>,
@@ -174,13 +166,12 @@ pub fn mark(rows: &[LiveRow], page_list: &[u32], page_shift: u32, npages: u32) -
     Marks { refcnt, owner }
 }
 
-/// `kv_session`: by session number. Without `tree`, [`SessionPages::freed_by_close`] is an upper
-/// bound.
+/// `kv_session`: by session number.
 pub fn session_pages(
     rows: &[LiveRow],
     page_list: &[u32],
     marks: &Marks,
-    tree: Option<&PageSet>,
+    tree: &PageSet,
     page_shift: u32,
 ) -> BTreeMap<u32, SessionPages> {
     // Two rows of one session may reference the same page, which must count once as exclusive.
@@ -199,8 +190,7 @@ pub fn session_pages(
             session.runs += u64::from(is_run_start);
             if marks.owner[page as usize] == row.session && counted_exclusive.insert(page) {
                 session.exclusive_pages += 1;
-                session.freed_by_close +=
-                    u64::from(tree.is_none_or(|tree| !tree.has[page as usize]));
+                session.freed_by_close += u64::from(!tree.has[page as usize]);
             }
         }
         session.tail_tokens += ((pages.len() as u64) << page_shift) - u64::from(row.len);
@@ -306,14 +296,26 @@ mod tests {
         (r2t, ld, live)
     }
 
+    fn no_tree() -> PageSet {
+        list_to_set([], 64)
+    }
+
+    fn held_pages(marks: &Marks) -> u64 {
+        marks.refcnt.iter().filter(|&&count| count > 0).count() as u64
+    }
+
+    fn shared_pages(marks: &Marks) -> u64 {
+        marks.owner.iter().filter(|&&owner| owner == OWNER_SHARED).count() as u64
+    }
+
     #[test]
     fn shared_prefix_counts_once() {
         let (r2t, ld, rows) = pool(&[(7, 10, &[1, 2, 3]), (8, 8, &[1, 5])]);
         let (page_list, bad) = gather_pages(&r2t, ld, &rows, 2, 8);
         assert_eq!((page_list.as_slice(), bad), ([1, 2, 3, 1, 5].as_slice(), 0));
         let marks = mark(&rows, &page_list, 2, 8);
-        assert_eq!((marks.held_pages(), marks.shared_pages()), (4, 1));
-        let by = session_pages(&rows, &page_list, &marks, None, 2);
+        assert_eq!((held_pages(&marks), shared_pages(&marks)), (4, 1));
+        let by = session_pages(&rows, &page_list, &marks, &no_tree(), 2);
         let half = 1u64 << 31;
         let (one, two) = (by[&7], by[&8]);
         assert_eq!((one.refs, one.exclusive_pages, one.runs, one.tail_tokens), (3, 2, 1, 2));
@@ -349,14 +351,12 @@ mod tests {
         let (r2t, ld, rows) = pool(&[(7, 12, &[1, 2, 3]), (7, 8, &[3, 4]), (8, 4, &[2])]);
         let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
         let marks = mark(&rows, &page_list, 2, 8);
-        let freed = |tree| session_pages(&rows, &page_list, &marks, tree, 2)[&7].freed_by_close;
-        assert_eq!(freed(None), 3, "1, 3 and 4; page 3 once, though two rows name it");
-        assert_eq!(freed(Some(&list_to_set([1, 2, 6], 8))), 2, "the tree keeps page 1");
-        assert_eq!(
-            session_pages(&rows, &page_list, &marks, None, 2)[&8].freed_by_close,
-            0,
-            "page 2 is shared"
-        );
+        let freed = |tree: &PageSet, number| {
+            session_pages(&rows, &page_list, &marks, tree, 2)[&number].freed_by_close
+        };
+        assert_eq!(freed(&no_tree(), 7), 3, "1, 3 and 4; page 3 once, though two rows name it");
+        assert_eq!(freed(&list_to_set([1, 2, 6], 8), 7), 2, "the tree keeps page 1");
+        assert_eq!(freed(&no_tree(), 8), 0, "page 2 is shared");
     }
 
     #[test]
@@ -364,7 +364,7 @@ mod tests {
         let (r2t, ld, rows) = pool(&[(1, 8, &[1, 2]), (2, 8, &[1, 2]), (2, 4, &[3]), (2, 4, &[3])]);
         let (page_list, _) = gather_pages(&r2t, ld, &rows, 2, 8);
         let marks = mark(&rows, &page_list, 2, 8);
-        assert_eq!(marks.shared_pages(), 2, "two rows of one session share nothing");
+        assert_eq!(shared_pages(&marks), 2, "two rows of one session share nothing");
         assert_eq!(marks.aliased_pages(&list_to_set([1], 8)), 1);
     }
 
@@ -373,7 +373,8 @@ mod tests {
         let (mut r2t, ld, rows) = pool(&[(1, 20, &[1, 2, 3, 4, 4])]);
         let runs = |r2t: &[i32]| {
             let (page_list, _) = gather_pages(r2t, ld, &rows, 2, 8);
-            session_pages(&rows, &page_list, &mark(&rows, &page_list, 2, 8), None, 2)[&1].runs
+            let marks = mark(&rows, &page_list, 2, 8);
+            session_pages(&rows, &page_list, &marks, &no_tree(), 2)[&1].runs
         };
         assert_eq!(runs(&r2t), 2, "a page named twice in a row is no run");
         r2t[4] = -1;
@@ -440,14 +441,14 @@ mod tests {
             let mut reversed = rows.clone();
             reversed.reverse();
             assert_eq!(marks, mark(&reversed, &page_list, 2, npages), "seed {seed}: order matters");
-            let by = session_pages(&rows, &page_list, &marks, None, 2);
+            let by = session_pages(&rows, &page_list, &marks, &no_tree(), 2);
             let refs: u64 = by.values().map(|s| s.refs).sum();
             let exclusive: u64 = by.values().map(|s| s.exclusive_pages).sum();
             let pss: u64 = by.values().map(|s| s.share_q32).sum();
             let named: u64 = marks.refcnt.iter().map(|&n| u64::from(n)).sum();
             assert_eq!(refs, named, "seed {seed}");
-            assert_eq!(exclusive, marks.held_pages() - marks.shared_pages(), "seed {seed}");
-            let lost = (marks.held_pages() << 32) - pss;
+            assert_eq!(exclusive, held_pages(&marks) - shared_pages(&marks), "seed {seed}");
+            let lost = (held_pages(&marks) << 32) - pss;
             assert!(lost <= refs, "seed {seed}: the shares add up to the pages held");
             let free = list_to_set((0..below(20)).map(|_| below(npages)), npages);
             let tree = list_to_set((0..below(20)).map(|_| below(npages)), npages);

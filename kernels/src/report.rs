@@ -5,7 +5,7 @@
 //! - A *sealed* page lies in a part of a row that the engine must not rewrite any more.
 //! - The *protected part* of a row is its beginning, whose pages the radix tree owns.
 //!
-//! A figure that an incomplete snapshot can't give is absent from the report, never zero.
+//! A figure that needs the rows that changed meanwhile is absent from the report, never zero.
 
 mod bytes;
 
@@ -33,19 +33,18 @@ pub struct Report {
     pub rows_changed: u32,
     /// The number of distinct pages that the rows in the audit reference.
     pub held_pages: u64,
-    /// The free pages. Absent if the snapshot has no free list.
-    pub free: Option<FreePages>,
-    /// Absent unless the scope is [`Scope::Complete`], with free lists and radix tree.
+    pub free: FreePages,
+    /// Absent unless the scope is [`Scope::Complete`].
     pub pages_by_owner: Option<PagesByOwner>,
     /// By ascending number. A session is left out if it has no row, or one that changed meanwhile.
     pub sessions: Vec<Session>,
     pub digests: DigestCounts,
-    /// By ascending kind. A kind of fault that this snapshot can't show has no entry.
+    /// By ascending kind. A kind of fault that this audit can't show has no entry.
     pub findings: Vec<KindFindings>,
 }
 
 impl Report {
-    /// Returns the findings of one kind, or `None` if the snapshot can't show that kind of fault.
+    /// Returns the findings of one kind, or `None` if the audit can't show that kind of fault.
     pub fn findings_of(&self, kind: FaultKind) -> Option<&KindFindings> {
         self.findings.iter().find(|findings| findings.kind == kind)
     }
@@ -57,15 +56,11 @@ impl Report {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Scope {
-    /// Everything is from the same moment, and no row changed meanwhile. All figures are exact.
+    /// No row changed while it was copied. All figures are exact.
     Complete,
-    /// Rows, free lists and radix tree are from the same moment, but some rows changed while they
-    /// were copied, and are left out. Every listed fault is real. Pages without an owner can't be
-    /// found, and [`Session::exclusive_pages`] is an upper bound.
+    /// Some rows changed while they were copied, and are left out. Every listed fault is real.
+    /// Pages without an owner can't be found, and [`Session::exclusive_pages`] is an upper bound.
     RowsChanged,
-    /// Rows, free lists and radix tree are not from the same moment, or some are missing. The
-    /// figures about rows are exact. Figures that compare rows with lists are absent.
-    Partial,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

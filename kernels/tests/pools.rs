@@ -26,8 +26,6 @@ pub(crate) struct Case {
     pub(crate) free: Vec<i64>,
     /// The radix tree's list, as token slots.
     pub(crate) tree: Vec<i64>,
-    /// Whether the session kernel gets the tree.
-    pub(crate) sees_tree: bool,
     pub(crate) kv: Vec<Kv>,
     pub(crate) sealed: Vec<u32>,
 }
@@ -95,8 +93,8 @@ impl Case {
         let (free, tree) = (free_list(&mut rng, pool), tree_list(&mut rng, pool, &lists));
         let kv = (0..rng.u32(0..4)).map(|_| Kv::random(&mut rng, npages.min(40))).collect();
         let sealed = (0..rng.u32(0..6)).map(|_| rng.u32(0..48)).collect();
-        let (sessions, sees_tree) = (sessions as usize, rng.bool());
-        Case { pool, ld, r2t, rows, kept, sessions, free, tree, sees_tree, kv, sealed }
+        let sessions = sessions as usize;
+        Case { pool, ld, r2t, rows, kept, sessions, free, tree, kv, sealed }
     }
 
     /// Returns the results of the scalar reference.
@@ -107,8 +105,7 @@ impl Case {
         let marks = reference::mark(&self.kept, &staged, page_shift, npages);
         let free = reference::slots_to_set(self.free.iter().copied(), 0, npages);
         let tree = reference::slots_to_set(self.tree.iter().copied(), page_shift, npages);
-        let seen = self.sees_tree.then_some(&tree);
-        let by = reference::session_pages(&self.kept, &staged, &marks, seen, page_shift);
+        let by = reference::session_pages(&self.kept, &staged, &marks, &tree, page_shift);
         let sessions = (0..narrow(self.sessions)).map(|s| by.get(&s).copied().unwrap_or_default());
         let kv: Vec<KvBytes<'_>> = self
             .kv
@@ -152,8 +149,7 @@ impl Case {
         let tree = self.set(device, &self.tree, pool.page_shift)?;
         let (mut claimed, mut sessions) =
             (device.alloc(pool.bitmap_words())?, device.alloc(self.sessions)?);
-        let seen = self.sees_tree.then_some(&tree);
-        device.session_pages(&kept, &staged, &marks, seen, &mut claimed, &mut sessions)?;
+        device.session_pages(&kept, &staged, &marks, &tree, &mut claimed, &mut sessions)?;
         let (mut referenced, mut shared) =
             (device.alloc(pool.bitmap_words())?, device.alloc(pool.bitmap_words())?);
         device.ref_bitmap(&marks, pool, &mut referenced, &mut shared)?;

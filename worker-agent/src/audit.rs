@@ -326,7 +326,7 @@ mod tests {
             rows: 2,
             rows_changed: 0,
             held_pages: 10,
-            free: Some(FreePages { pages: 90, runs: 2 }),
+            free: FreePages { pages: 90, runs: 2 },
             pages_by_owner: Some(PagesByOwner { free: 90, private: 10, ..PagesByOwner::default() }),
             sessions: vec![session(0, 4), session(1, 6)],
             digests: DigestCounts { compared: 5, ..DigestCounts::default() },

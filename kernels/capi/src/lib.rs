@@ -24,7 +24,7 @@ use std::{
 };
 use types::{c_str, output_at, read_array, read_struct};
 
-const ABI: u32 = 1;
+const ABI: u32 = 2;
 /// [`RawPool`]'s `device` for a pool in host memory.
 const HOST_MEMORY: i32 = -1;
 

@@ -59,9 +59,7 @@ pub struct RawSnapshot {
     nrows: u32,
     nsessions: u32,
     nfree: u32,
-    complete: u32,
     digest_pages_max: u32,
-    zero: u32,
     pub(crate) stream: u64,
 }
 
@@ -137,8 +135,7 @@ pub(crate) struct OwnedSnapshot {
     rows: Vec<SnapshotRow>,
     keys: Vec<u64>,
     free: Vec<IdList>,
-    tree: Option<IdList>,
-    is_complete: bool,
+    tree: IdList,
     digest_pages_max: u32,
 }
 
@@ -156,18 +153,13 @@ impl RawSnapshot {
             let keys = read_array("snapshot's keys", self.keys, self.nsessions)?;
             (rows, keys, read_array("snapshot's free lists", self.free, self.nfree)?)
         };
-        let tree = if self.tree.is_null() {
-            None
-        } else {
-            // SAFETY: guaranteed by the caller.
-            Some(to_list(&unsafe { read_struct("snapshot's tree", self.tree)? }))
-        };
+        // SAFETY: guaranteed by the caller.
+        let tree = unsafe { read_struct("snapshot's tree", self.tree)? };
         Ok(OwnedSnapshot {
             rows: rows.iter().map(RawRow::convert).collect(),
             keys: keys.to_vec(),
             free: free.iter().map(to_list).collect(),
-            tree,
-            is_complete: self.complete != 0,
+            tree: to_list(&tree),
             digest_pages_max: self.digest_pages_max,
         })
     }
@@ -180,7 +172,7 @@ impl RawRow {
             len: self.len,
             session: self.session,
             sealed_tokens: self.sealed_tokens,
-            protected_tokens: Some(self.protected_tokens).filter(|&tokens| tokens != u32::MAX),
+            protected_tokens: self.protected_tokens,
             version: self.version,
         }
     }
@@ -193,7 +185,6 @@ impl OwnedSnapshot {
             keys: &self.keys,
             free: &self.free,
             tree: self.tree,
-            is_complete: self.is_complete,
             digest_pages_max: self.digest_pages_max,
         }
     }

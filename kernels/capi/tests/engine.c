@@ -97,6 +97,9 @@ static void misuse(berth_kv handle, const struct berth_kv_snapshot *snapshot,
     wrong = *snapshot;
     wrong.keys = NULL;
     expect(berth_kv_begin(handle, &wrong) == BERTH_KV_INVALID, "took null keys");
+    wrong = *snapshot;
+    wrong.tree = NULL;
+    expect(berth_kv_begin(handle, &wrong) == BERTH_KV_INVALID, "took no tree");
     expect(berth_kv_ready(handle) == BERTH_KV_STATE, "ready without an audit");
     expect(berth_kv_finish(handle, NULL, NULL, 0, &byte, 1) == BERTH_KV_STATE, "finished nothing");
     expect(berth_kv_abandon(handle) == 0, "nothing to abandon is no error");
@@ -151,7 +154,7 @@ int main(int argc, char **argv) {
     struct berth_kv_list free_lists[] = {{(uint64_t)(uintptr_t)free_pages, nfree},
                                          {(uint64_t)(uintptr_t)released, 0}};
     struct berth_kv_list tree_list = {(uint64_t)(uintptr_t)tree, ntree};
-    struct berth_kv_snapshot snapshot = {rows, keys, free_lists, &tree_list, 2, 2, 2, 1, 64, 0, 0};
+    struct berth_kv_snapshot snapshot = {rows, keys, free_lists, &tree_list, 2, 2, 2, 64, 0};
     berth_kv handle = 0;
 
     expect(berth_kv_abi() == BERTH_KV_ABI, "header and library are of different versions");

@@ -5,7 +5,7 @@
 
 use super::{Error, Pool, Stream, snapshot::Snapshot};
 use crate::{
-    audit::{ListedPages, PoolCopy, ValidRows},
+    audit::{PoolCopy, ValidRows},
     reference::{self, LiveRow, Marks, PageSet, SessionPages},
     report::{PagesByOwner, Scope, Session},
 };
@@ -59,7 +59,7 @@ const HELD_BIT: usize = 2;
 /// Bit of a class number: the page is in the radix tree.
 const TREE_BIT: usize = 1;
 
-/// The counts of one private copy. A list that the snapshot lacks counts as empty.
+/// The counts of one private copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Counts {
     /// Indexed by session number, up to the highest one that has rows.
@@ -71,10 +71,10 @@ pub(super) struct Counts {
     /// The number of pages outside the radix tree that several sessions reference.
     pub aliased_pages: u64,
     pub free_runs: u64,
-    /// The faults in the free lists; `None` if the snapshot has no free list.
-    pub free: Option<ListFaults>,
-    /// The faults in the radix tree's list; `None` if the snapshot doesn't have the tree.
-    pub tree: Option<ListFaults>,
+    /// The faults in the free lists.
+    pub free: ListFaults,
+    /// The faults in the radix tree's list.
+    pub tree: ListFaults,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,8 +86,7 @@ pub(super) struct ListFaults {
 }
 
 impl ListFaults {
-    fn new(listed: &ListedPages) -> Self {
-        let PageSet { has, duplicates, outside_pool } = &listed.set;
+    fn new(PageSet { has, duplicates, outside_pool }: &PageSet) -> Self {
         Self { duplicates: *duplicates, outside_pool: *outside_pool, has_padding: has[0] }
     }
 
@@ -102,11 +101,9 @@ impl Counts {
         let mark = |rows: &[LiveRow]| reference::mark(rows, &copy.row_page_ids, page_shift, npages);
         let (marks, unprotected): (Marks, Marks) =
             (mark(&valid_rows.rows), mark(&valid_rows.unprotected));
-        let empty = PageSet { has: vec![false; npages as usize], duplicates: 0, outside_pool: 0 };
-        let free = copy.free.as_ref().map_or(&empty, |listed| &listed.set);
-        let tree = copy.tree.as_ref().map_or(&empty, |listed| &listed.set);
+        let (free, tree) = (&copy.free.set, &copy.tree.set);
         let (rows, page_list) = (&valid_rows.rows, &copy.row_page_ids);
-        let by_number = reference::session_pages(rows, page_list, &marks, Some(tree), page_shift);
+        let by_number = reference::session_pages(rows, page_list, &marks, tree, page_shift);
         let session_count = by_number.keys().next_back().map_or(0, |highest| highest + 1);
         let pages_of = |number: u32| by_number.get(&number).copied().unwrap_or_default();
         Self {
@@ -115,8 +112,8 @@ impl Counts {
             unprotected_classes: reference::class_counts(free, &unprotected, tree),
             aliased_pages: marks.aliased_pages(tree),
             free_runs: free.runs(),
-            free: copy.free.as_ref().map(ListFaults::new),
-            tree: copy.tree.as_ref().map(ListFaults::new),
+            free: ListFaults::new(free),
+            tree: ListFaults::new(tree),
         }
     }
 
@@ -126,7 +123,7 @@ impl Counts {
 
     /// Returns the number of distinct pages in the free lists, without the padding page.
     pub(super) fn free_pages(&self) -> u64 {
-        let padding_pages = u64::from(self.free.is_some_and(|list| list.has_padding));
+        let padding_pages = u64::from(self.free.has_padding);
         self.sum_classes(|class| class & FREE_BIT != 0) - padding_pages
     }
 
@@ -140,18 +137,19 @@ impl Counts {
         let cached_unprotected = self.unprotected_classes[HELD_BIT | TREE_BIT];
         // Pages with a class above `FREE_BIT` are free, and also held or in the tree.
         let corrupt: u64 = self.classes[FREE_BIT + 1..].iter().sum();
-        // Where rows and lists are compared, faults are real only if both are from the same moment.
-        let comparison_faults = self.aliased_pages + cached_unprotected + corrupt;
         refs != refs_in_pool
-            || (comparison_faults > 0 && scope.same_moment().is_some())
+            || self.aliased_pages + cached_unprotected + corrupt > 0
             || self.pages_by_owner(scope).is_some_and(|pages| pages.leaked > 0)
-            || self.free.iter().chain(&self.tree).any(ListFaults::has_fault)
+            || self.free.has_fault()
+            || self.tree.has_fault()
     }
 
-    /// Without the padding page. `None` unless the copy is complete and has both lists.
+    /// Without the padding page. `None` unless the copy is complete.
     pub(super) fn pages_by_owner(&self, scope: Scope) -> Option<PagesByOwner> {
-        scope.complete_copy()?;
-        let (free, tree) = (self.free?, self.tree?);
+        if scope != Scope::Complete {
+            return None;
+        }
+        let (free, tree) = (self.free, self.tree);
         let mut classes = self.classes;
         let padding_class =
             usize::from(free.has_padding) * FREE_BIT + usize::from(tree.has_padding) * TREE_BIT;

@@ -58,10 +58,9 @@ struct CopyInProgress {
     refs: usize,
     /// The numbers of the page references whose pages are digested; see [`CopyLayout`].
     window: Range<usize>,
-    /// The free lists; `None` if the snapshot has none.
-    free: Option<Vec<IdList>>,
-    /// The radix tree's slots; `None` if the snapshot doesn't have them.
-    tree: Option<IdList>,
+    free: Vec<IdList>,
+    /// The radix tree's slots.
+    tree: IdList,
     /// The point in the device's stream behind the copy; `None` until all its work is enqueued.
     copy_end: Option<StreamPoint>,
 }
@@ -109,13 +108,11 @@ impl DeviceBackend {
         if !layout.rows.is_empty() {
             device.gather_pages(table, &self.rows, page_list, &mut self.bad_slots)?;
         }
-        for list in self.copy.free.iter().flatten() {
+        for list in &self.copy.free {
             device.list_to_set(ids(list)?, 0, self.pool_size, &mut self.free)?;
         }
-        if let Some(list) = &self.copy.tree {
-            let shift = self.pool_size.page_shift;
-            device.list_to_set(ids(list)?, shift, self.pool_size, &mut self.tree)?;
-        }
+        let shift = self.pool_size.page_shift;
+        device.list_to_set(ids(&self.copy.tree)?, shift, self.pool_size, &mut self.tree)?;
         let Range { start, end } = self.copy.window;
         if start < end {
             let pages = page_list.slice().part(start, end - start)?;
@@ -153,12 +150,11 @@ impl DeviceBackend {
         let device = &self.device;
         let session_count = self.rows.session_numbers_end();
         let sessions = self.sessions.with_room(device, session_count)?;
-        let (page_list, tree) = (&self.page_list.buffer, Some(&self.tree));
         device.session_pages(
             &self.rows,
-            page_list,
+            &self.page_list.buffer,
             &self.marks,
-            tree,
+            &self.tree,
             &mut self.claimed,
             sessions,
         )?;
@@ -170,14 +166,13 @@ impl DeviceBackend {
         };
         let whole = classified(WHOLE_ROWS)?;
         let unprotected = classified(UNPROTECTED_PARTS)?;
-        let list_faults = |set: &DevicePageSet, is_given: bool| {
+        let list_faults = |set: &DevicePageSet| {
             let counters = self.device.download(set.fault_counts.slice())?;
             let first_word = self.device.download(set.bitmap.slice().part(0, 1)?)?[0];
             let (duplicates, outside_pool) = (counters[0], counters[1]);
             // The padding page is page 0, so its bit is the lowest bit of the first word.
             let has_padding = first_word & 1 != 0;
-            let list_faults = ListFaults { duplicates, outside_pool, has_padding };
-            Ok::<_, cuda::Error>(is_given.then_some(list_faults))
+            Ok::<_, cuda::Error>(ListFaults { duplicates, outside_pool, has_padding })
         };
         Ok(Counts {
             sessions,
@@ -185,8 +180,8 @@ impl DeviceBackend {
             unprotected_classes: unprotected.classes,
             aliased_pages: whole.aliased_pages,
             free_runs: whole.free_runs,
-            free: list_faults(&self.free, self.copy.free.is_some())?,
-            tree: list_faults(&self.tree, self.copy.tree.is_some())?,
+            free: list_faults(&self.free)?,
+            tree: list_faults(&self.tree)?,
         })
     }
 
@@ -194,19 +189,10 @@ impl DeviceBackend {
     fn download_copy(&self) -> Result<PoolCopy, cuda::Error> {
         let npages = self.pool_size.npages;
         let download = |list: &IdList| self.device.download(ids(list)?);
-        let free = match &self.copy.free {
-            None => None,
-            Some(lists) => {
-                let lists = lists.iter().map(download).collect::<Result<Vec<_>, _>>()?;
-                Some(ListedPages::new(lists.into_iter().flatten(), 0, npages))
-            }
-        };
-        let tree = match &self.copy.tree {
-            None => None,
-            Some(tree) => {
-                Some(ListedPages::new(download(tree)?, self.pool_size.page_shift, npages))
-            }
-        };
+        let free = self.copy.free.iter().map(download).collect::<Result<Vec<_>, _>>()?;
+        let free = ListedPages::new(free.into_iter().flatten(), 0, npages);
+        let tree = download(&self.copy.tree)?;
+        let tree = ListedPages::new(tree, self.pool_size.page_shift, npages);
         let page_list = self.page_list.buffer.slice().part(0, self.copy.refs)?;
         let row_page_ids = self.device.download(page_list)?;
         Ok(PoolCopy { row_page_ids, free, tree })
@@ -227,7 +213,7 @@ impl Backend for DeviceBackend {
                 .last()
                 .map_or(0, |row| (row.list_start + row.pages(pool.page_shift())) as usize),
             window: layout.window.start as usize..layout.window.end as usize,
-            free: (!snapshot.free.is_empty()).then(|| snapshot.free.to_vec()),
+            free: snapshot.free.to_vec(),
             tree: snapshot.tree,
             copy_end: None,
         };

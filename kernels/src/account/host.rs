@@ -37,11 +37,8 @@ impl Backend for HostBackend {
         let (row_page_ids, _) =
             reference::gather_pages(entries, stride, &layout.rows, page_shift, npages);
         let free = snapshot.free.iter().flat_map(|list| ids(list).iter().copied());
-        let free = (!snapshot.free.is_empty()).then(|| ListedPages::new(free, 0, npages));
-        let tree = snapshot
-            .tree
-            .as_ref()
-            .map(|list| ListedPages::new(ids(list).iter().copied(), page_shift, npages));
+        let free = ListedPages::new(free, 0, npages);
+        let tree = ListedPages::new(ids(&snapshot.tree).iter().copied(), page_shift, npages);
         let pages = &row_page_ids[layout.window.start as usize..layout.window.end as usize];
         let digests = reference::page_digest(&buffers(pool), pages);
         let page_digest = |(page, digest)| PageDigest { page, digest };

@@ -132,14 +132,14 @@ pub struct SnapshotRow {
     /// Number of sealed tokens, which are at the row's beginning; may be 0. The engine doesn't
     /// rewrite their KV while the session's key stays the same.
     pub sealed_tokens: u32,
-    /// Tokens at the row's beginning whose pages the radix tree owns. `None` if unknown.
-    pub protected_tokens: Option<u32>,
+    /// Tokens at the row's beginning whose pages the radix tree owns.
+    pub protected_tokens: u32,
     /// A number that changes whenever any token slot in `[0, len)` may be rewritten.
     pub version: u64,
 }
 
-/// A list of `i64` ids in the engine's memory: page ids, or token slots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A list of `i64` ids in the engine's memory: page ids, or token slots. The default is empty.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IdList {
     addr: u64,
     entries: u64,
@@ -182,20 +182,18 @@ impl Stream {
     }
 }
 
-/// A snapshot of the engine's rows and page lists between two steps of its scheduler.
+/// A snapshot of the engine's rows and page lists between two steps of its scheduler: of every row
+/// that holds pages, and of whole lists.
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<'a> {
     pub rows: &'a [SnapshotRow],
     /// Indexed by session number. A session gets another key when its KV is computed anew, or when
     /// it may have given up a sealed page.
     pub keys: &'a [u64],
-    /// The free lists, as page ids. Empty if the snapshot has none.
+    /// The free lists, as page ids.
     pub free: &'a [IdList],
     /// The radix tree's token slots: all slots of each page that the tree holds.
-    pub tree: Option<IdList>,
-    /// Every row that holds pages is in `rows`, and rows, free lists and tree are from one moment.
-    /// Only then can an audit tell which pages have no owner or several.
-    pub is_complete: bool,
+    pub tree: IdList,
     /// Pages to digest in this audit, at most; 0 for none.
     pub digest_pages_max: u32,
 }
@@ -212,7 +210,7 @@ impl Snapshot<'_> {
             if number >= table.rows || len > table.stride || session as usize >= self.keys.len() {
                 return Err(Error::Row { row: number, len, session });
             }
-            if row.sealed_tokens > len || row.protected_tokens.is_some_and(|n| n > len) {
+            if row.sealed_tokens > len || row.protected_tokens > len {
                 return Err(Error::PartTooLong(number));
             }
             refs += u64::from(len).div_ceil(pool.page_tokens().into());
@@ -222,8 +220,7 @@ impl Snapshot<'_> {
         }
         let entries_max = ENTRIES_PER_SLOT_MAX * (u64::from(pool.pages()) << pool.page_shift());
         let free = self.free.iter().map(|list| ("free list", list));
-        let tree = self.tree.iter().map(|list| ("tree", list));
-        for (what, &IdList { addr, entries: n }) in free.chain(tree) {
+        for (what, &IdList { addr, entries: n }) in free.chain([("tree", &self.tree)]) {
             let is_placed = n == 0 || (addr != 0 && addr.is_multiple_of(8));
             if !is_placed || n > entries_max {
                 return Err(Error::List { what, addr, n });

@@ -158,21 +158,20 @@ impl Device {
         }
     }
 
-    /// `kv_session`: by session number. `claimed` is a bitmap for the kernel's own use. Without
-    /// `tree`, [`SessionPages::freed_by_close`] is an upper bound.
+    /// `kv_session`: by session number. `claimed` is a bitmap for the kernel's own use.
     pub fn session_pages(
         &self,
         live: &LiveRows,
         page_list: &DeviceBuffer<u32>,
         marks: &DeviceMarks,
-        tree: Option<&DevicePageSet>,
+        tree: &DevicePageSet,
         claimed: &mut DeviceBuffer<u32>,
         out: &mut DeviceBuffer<SessionPages>,
     ) -> Result<(), Error> {
         check_marks(marks, live.pool.npages)?;
         at_most("gathered pages", live.page_list_len.into(), page_list.len() as u64)?;
         at_most("sessions", live.session_numbers_end.into(), out.len() as u64)?;
-        check_bitmaps(live.pool, [Some(&*claimed), tree.map(|set| &set.bitmap)])?;
+        check_bitmaps(live.pool, [claimed, &tree.bitmap])?;
         self.fill(claimed, 0)?;
         self.fill(out, 0)?;
         let row_blocks = self.shape.blocks_per_row(live.refs_per_row_max);
@@ -191,7 +190,7 @@ impl Device {
                     page_list.address(),
                     marks.refcnt.address(),
                     marks.owner.address(),
-                    tree.map_or(0, |set| set.bitmap.address()),
+                    tree.bitmap.address(),
                     claimed.address(),
                     out.address(),
                 ],
@@ -214,7 +213,7 @@ impl Device {
         set: &mut DevicePageSet,
     ) -> Result<(), Error> {
         at_most("shift", shift.into(), PAGE_SHIFT_MAX.into())?;
-        check_bitmaps(pool, [Some(&set.bitmap)])?;
+        check_bitmaps(pool, [&set.bitmap])?;
         at_most("counters", 2, set.fault_counts.len() as u64)?;
         let count = ids.len() as u64;
         // SAFETY: the bitmap has a bit per page; the kernel only counts ids outside the pool.
@@ -244,7 +243,7 @@ impl Device {
         shared: &mut DeviceBuffer<u32>,
     ) -> Result<(), Error> {
         check_marks(marks, pool.npages)?;
-        check_bitmaps(pool, [Some(&*referenced), Some(&*shared)])?;
+        check_bitmaps(pool, [referenced, shared])?;
         // SAFETY: the marks have an element per page, the bitmaps a bit per page.
         unsafe {
             self.launch(
@@ -271,8 +270,7 @@ impl Device {
         pool: PoolSize,
         out: &mut DeviceBuffer<ClassifyResult>,
     ) -> Result<(), Error> {
-        let bitmaps = [&free.bitmap, &tree.bitmap, referenced, shared];
-        check_bitmaps(pool, bitmaps.map(Some))?;
+        check_bitmaps(pool, [&free.bitmap, &tree.bitmap, referenced, shared])?;
         at_most("classifications", 1, out.len() as u64)?;
         self.fill(out, 0)?;
         // SAFETY: the four bitmaps have a bit per page, and `out` has room for the counts.
@@ -330,9 +328,9 @@ fn check_marks(marks: &DeviceMarks, npages: u32) -> Result<(), Error> {
 
 fn check_bitmaps<const N: usize>(
     pool: PoolSize,
-    bitmaps: [Option<&DeviceBuffer<u32>>; N],
+    bitmaps: [&DeviceBuffer<u32>; N],
 ) -> Result<(), Error> {
-    for bitmap in bitmaps.into_iter().flatten() {
+    for bitmap in bitmaps {
         at_most("words of a bitmap", pool.bitmap_words() as u64, bitmap.len() as u64)?;
     }
     Ok(())

@@ -26,7 +26,6 @@ pub(crate) struct Engine {
     /// The radix tree's token slots.
     pub(crate) tree: Vec<i64>,
     pub(crate) tree_pages: Vec<u32>,
-    pub(crate) complete: bool,
     pub(crate) digest_pages_max: u32,
 }
 
@@ -55,7 +54,7 @@ impl Engine {
                 len,
                 session,
                 sealed_tokens: random.u32(0..=len),
-                protected_tokens: Some(protected << shift),
+                protected_tokens: protected << shift,
                 version: random.u64(..),
             });
             row_pages.push(named);
@@ -72,7 +71,6 @@ impl Engine {
             free: [vec![], vec![]],
             tree: vec![],
             tree_pages,
-            complete: true,
             digest_pages_max: 64,
         };
         for page in unused {
@@ -84,11 +82,10 @@ impl Engine {
         engine
     }
 
-    /// Makes an engine with random faults in its lists, whose snapshot may be incomplete.
+    /// Makes an engine with random faults in its lists.
     pub(crate) fn chaotic(seed: u64) -> Self {
         let mut random = Rng::with_seed(!seed);
         let mut engine = Self::random(seed);
-        engine.complete = random.bool();
         for entry in &mut engine.r2t {
             if random.u8(..) < 8 {
                 *entry =
@@ -102,8 +99,7 @@ impl Engine {
         }
         for row in &mut engine.rows {
             row.session = random.u32(0..u32::try_from(engine.keys.len()).expect("small"));
-            let unknown = random.u8(..) < 50;
-            row.protected_tokens = (!unknown).then(|| random.u32(0..=row.len));
+            row.protected_tokens = random.u32(0..=row.len);
         }
         engine
     }
@@ -138,7 +134,7 @@ impl Engine {
 
     /// Returns the pages of a row outside its protected part.
     pub(crate) fn private(&self, row: usize) -> &[u32] {
-        let protected = self.rows[row].protected_tokens.expect("a sound engine knows it");
+        let protected = self.rows[row].protected_tokens;
         &self.row_pages[row][(protected >> self.shift) as usize..]
     }
 
@@ -170,8 +166,7 @@ impl Engine {
             rows: &self.rows,
             keys: &self.keys,
             free: &free,
-            tree: Some(list(&self.tree)),
-            is_complete: self.complete,
+            tree: list(&self.tree),
             digest_pages_max: self.digest_pages_max,
         };
         accountant.begin(&snapshot, Stream::DEFAULT).expect("nothing is wrong with the snapshot");

@@ -159,14 +159,8 @@ fn audit_inside(
     let keys: Vec<u64> = rows.iter().map(|row| row.session.into()).collect();
     let now: Vec<(u32, u64)> = rows.iter().map(|row| (row.row, row.version)).collect();
     let [free, tree] = on.lists();
-    let snapshot = Snapshot {
-        rows: &rows,
-        keys: &keys,
-        free: &[free],
-        tree: Some(tree),
-        is_complete: true,
-        digest_pages_max: DIGEST_PAGES,
-    };
+    let snapshot =
+        Snapshot { rows: &rows, keys: &keys, free: &[free], tree, digest_pages_max: DIGEST_PAGES };
     let mut audits = 0;
     let mut next = Instant::now();
     while !stop.load(Ordering::Relaxed) {

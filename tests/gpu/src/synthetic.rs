@@ -151,7 +151,7 @@ impl Synthetic {
             len: live.len,
             session: live.session,
             sealed_tokens: live.len,
-            protected_tokens: Some(0),
+            protected_tokens: 0,
             version: 1,
         };
         self.rows.iter().map(row).collect()

@@ -136,7 +136,7 @@ fn kernels(device: &Device, on: &Synthetic, times: usize) -> anyhow::Result<Vec<
     add("kv_list_to_bitmap, tree", 8 * slots, list(on.tree.slice(), pool.page_shift)?);
     device.list_to_set(on.tree.slice(), pool.page_shift, pool, &mut tree)?;
     let took = median(device, times, || {
-        device.session_pages(&live, &staged, &marks, Some(&tree), &mut claimed, &mut sessions)
+        device.session_pages(&live, &staged, &marks, &tree, &mut claimed, &mut sessions)
     })?;
     add("kv_session", 12 * refs, took);
     let took =

@@ -16,7 +16,7 @@ from .buffers import Buffer
 from .snapshot import AuditError, Row, Snapshot
 from .wire import AUDIT_BYTES_MAX
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_FILE, KERNELS_FILE = "libberth_kv.so", "kv_account.fatbin"
 
 
@@ -47,8 +47,7 @@ class _Snapshot(Structure):
     _fields_ = [
         ("rows", POINTER(_Row)), ("keys", POINTER(c_uint64)), ("free", POINTER(_List)),
         ("tree", POINTER(_List)), ("nrows", c_uint32), ("nsessions", c_uint32),
-        ("nfree", c_uint32), ("complete", c_uint32), ("digest_pages_max", c_uint32),
-        ("zero", c_uint32), ("stream", c_uint64),
+        ("nfree", c_uint32), ("digest_pages_max", c_uint32), ("stream", c_uint64),
     ]
 
 
@@ -136,7 +135,7 @@ class PageAudits:
         free, tree = _id_list(snapshot.free_pages), _id_list(snapshot.tree_slots)
         self._library.check_result(self._functions.berth_kv_begin(self._handle, _Snapshot(
             rows, keys, ctypes.pointer(free), ctypes.pointer(tree), len(rows),
-            len(keys), 1, 1, digest_pages_max, 0, stream,
+            len(keys), 1, digest_pages_max, stream,
         )))
 
     def is_copied(self) -> bool:

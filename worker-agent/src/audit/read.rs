@@ -63,7 +63,7 @@ fn page_audit(report: &Report, session_id: impl Fn(u32) -> Option<String>) -> Pa
         pages: u64::from(report.pages).saturating_sub(1),
         held_pages: report.held_pages,
         rows_moved: report.rows_changed,
-        free_runs: report.free.map(|free| free.runs),
+        free_runs: Some(report.free.runs),
         classes: report.pages_by_owner.map(|pages| PageClasses {
             free: pages.free,
             private: pages.private,

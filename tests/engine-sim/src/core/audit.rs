@@ -231,7 +231,7 @@ impl Core {
         for (page, &owner) in marks.owner.iter().enumerate() {
             assert!(owner != OWNER_SHARED || tree.has[page], "two rows own page {page}");
         }
-        let usage = reference::session_pages(&rows, &staged, &marks, None, shift);
+        let usage = reference::session_pages(&rows, &staged, &marks, &tree, shift);
         for row in &rows {
             let exclusive = usage[&row.session].exclusive_pages;
             let private = self.private_tokens(row.row as usize) / page_size;
