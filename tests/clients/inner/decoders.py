@@ -5,8 +5,9 @@ import http.client
 import json
 import os
 import subprocess
-import traceback
 import urllib.parse
+
+from outcomes import write_outcomes
 
 URL, MODEL = os.environ["CLIENTS_URL"], os.environ["CLIENTS_MODEL"]
 LARGE = b"x" * 5_000_000
@@ -152,15 +153,4 @@ CASES = {
 }
 
 
-def outcome(case):
-    try:
-        CASES[case](case)
-    except Exception:
-        return traceback.format_exc()
-    return None
-
-
-with open(os.environ["CLIENTS_REPORT"], "a") as report:
-    for name in open(os.environ["CLIENTS_CASES"]).read().split():
-        report.write(json.dumps({"case": name, "error": outcome(name)}) + "\n")
-        report.flush()
+write_outcomes(lambda case: CASES[case](case))

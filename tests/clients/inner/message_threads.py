@@ -1,10 +1,9 @@
 """Uses the message threads of the anthropic library, and its tool runner."""
 
-import json
 import os
-import traceback
 
 import anthropic
+from outcomes import write_outcomes
 
 FIRST = {"role": "user", "content": "Say hello to each of the ships, and to their masters. " * 8}
 NEXT = {"role": "user", "content": "And then?"}
@@ -34,20 +33,13 @@ def use_runner(client, streamed):
     prompt_tokens(turn)
 
 
-def outcome(case):
+def run(case):
     url = os.environ["CLIENTS_URL"]
     client = anthropic.Anthropic(base_url=url, api_key="a key", max_retries=0, timeout=60)
-    try:
-        if case == "thread":
-            use_thread(client)
-        else:
-            use_runner(client, case == "runner-streamed")
-    except Exception:
-        return traceback.format_exc()
-    return None
+    if case == "thread":
+        use_thread(client)
+    else:
+        use_runner(client, case == "runner-streamed")
 
 
-with open(os.environ["CLIENTS_REPORT"], "a") as report:
-    for name in open(os.environ["CLIENTS_CASES"]).read().split():
-        report.write(json.dumps({"case": name, "error": outcome(name)}) + "\n")
-        report.flush()
+write_outcomes(run)
