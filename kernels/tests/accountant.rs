@@ -372,10 +372,10 @@ fn the_order_of_calls_is_kept() {
             tree: IdList::default(),
             digest_pages_max: 0,
         };
-        assert!(matches!(accountant.begin(&empty, Stream::DEFAULT), Err(Error::Busy)), "{name}");
+        assert!(matches!(accountant.begin(&empty, Stream::default()), Err(Error::Busy)), "{name}");
         accountant.abandon().expect("the device works");
         assert!(matches!(accountant.is_ready(), Err(Error::Idle)), "{name}");
-        accountant.begin(&empty, Stream::DEFAULT).expect("an empty snapshot is one");
+        accountant.begin(&empty, Stream::default()).expect("an empty snapshot is one");
         while !accountant.is_ready().expect("the device works") {}
         let report = accountant.finish(&[]).expect("the device works");
         assert_eq!((report.held_pages, report.free.pages), (0, 0), "{name}");

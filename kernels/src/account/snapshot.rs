@@ -162,13 +162,12 @@ impl IdList {
     }
 }
 
-/// The CUDA stream whose work must finish before a snapshot is valid. Ignored for host memory.
+/// The CUDA stream whose work must finish before a snapshot is valid; the default is the device's
+/// default stream. Ignored for host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream(u64);
 
 impl Stream {
-    pub const DEFAULT: Self = Self(0);
-
     /// # Safety
     /// When an audit begins, the handle must be a stream of the accountant's device, in its primary
     /// context.

@@ -169,7 +169,7 @@ impl Engine {
             tree: list(&self.tree),
             digest_pages_max: self.digest_pages_max,
         };
-        accountant.begin(&snapshot, Stream::DEFAULT).expect("nothing is wrong with the snapshot");
+        accountant.begin(&snapshot, Stream::default()).expect("nothing is wrong with the snapshot");
     }
 
     /// Returns the current versions of the rows.
