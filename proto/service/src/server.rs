@@ -13,7 +13,7 @@ mod port_limits;
 mod read_ahead;
 mod request_id;
 mod settings;
-mod unreadable;
+mod unread;
 
 use std::{
     any::Any,
@@ -54,7 +54,7 @@ use self::{
     port::{ConnectionRef, OpenConnection, Port, RequestGuard},
     port_limits::ADMIN_CONNECTIONS_MAX,
     read_ahead::{CurrentAnswer, ReadAheadBody},
-    unreadable::{RefusalIo, RequestBody, Requests, Watched},
+    unread::{DrainedIo, RequestBody, Requests, Watched},
 };
 pub use self::{
     metrics::Metrics,
@@ -204,7 +204,7 @@ async fn serve_stream(
         .header_read_timeout(limits.keep_alive)
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(
-            TokioIo::new(RefusalIo::new(stream, is_client_gone, open_requests.clone())),
+            TokioIo::new(DrainedIo::new(stream, is_client_gone, open_requests.clone())),
             Watched::new(service_fn(move |request| handler.serve(request)), open_requests.clone()),
         );
     let mut http = std::pin::pin!(http);

@@ -132,9 +132,6 @@ codes! {
         ContextLengthExceeded "context_length_exceeded" BAD_REQUEST Router AfterChange,
             "the body has more text, or the prompt more tokens, than any worker's context holds",
             "send a shorter prompt";
-        HeaderTooLarge "header_too_large" REQUEST_HEADER_FIELDS_TOO_LARGE Both AfterChange,
-            "the request's line and headers exceed 32 KiB, or are more than 100",
-            "send fewer or shorter headers";
         Rows "rows" TOO_MANY_REQUESTS Agent AfterSeconds(1),
             "pinned sessions hold all the request rows that they may hold, none can give way, and \
              other clients hold no more than you",

@@ -4,13 +4,10 @@
 //! say so in the answer. So [`Watched`] drops a small body that has arrived by then, and after any
 //! other the answer says that the connection ends. Nothing is waited for.
 //!
-//! Hyper answers a request that it can't parse by itself, with an empty body, and offers no hook.
-//! But it does so only while no request is in the service and all answers of the service are
-//! flushed: a write at such a moment is hyper's own. [`RefusalIo`] writes a [`Refusal`] with the
-//! same status instead.
+//! A request that hyper can't parse has hyper's own answer: a status without a body.
 //!
 //! Closing a connection that has unread bytes resets it, and the client could lose the answer: many
-//! send a whole body before they read. So `RefusalIo` ends its own side, and then drops what still
+//! send a whole body before they read. So [`DrainedIo`] ends its own side, and then drops what still
 //! comes, up to a limit of time and of bytes. The connection is idle meanwhile, and gives way to
 //! others.
 
@@ -26,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use bytes::{Buf as _, Bytes};
+use bytes::Bytes;
 use http::{HeaderValue, header};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Limited};
@@ -36,10 +33,6 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Instant, Sleep},
 };
-use tracing::debug;
-
-use crate::refusal::{Api, Code, Refusal};
-
 /// For bytes that nobody reads after an answer: 5 MB at 1.5 Mbit/s.
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(30);
 /// What a client sends in one go pauses for less, even if the network loses some of it.
@@ -62,9 +55,8 @@ pub(super) struct Requests(Arc<RequestState>);
 struct RequestState {
     /// Requests whose answers' bodies have not ended.
     open: AtomicUsize,
-    /// Whether hyper may still have bytes of an answer. It takes a short body whole, and drops it
-    /// before it writes the first byte.
-    is_unflushed: AtomicBool,
+    /// Whether there were bytes after the newest request: of one that hyper can't parse, or not yet.
+    has_unparsed: AtomicBool,
     /// Of the newest request. `dropped_body` is that body, once the service has dropped it.
     is_body_unread: AtomicBool,
     dropped_body: Mutex<Option<Incoming>>,
@@ -77,7 +69,7 @@ impl Requests {
         self.0.open.fetch_add(1, Ordering::Relaxed);
         self.0.is_body_unread.store(!body.is_end_stream(), Ordering::Relaxed);
         *self.0.dropped_body.lock() = None;
-        self.0.is_unflushed.store(true, Ordering::Relaxed);
+        self.0.has_unparsed.store(false, Ordering::Relaxed);
         OpenRequest(self.clone())
     }
 
@@ -96,12 +88,12 @@ impl Requests {
         self.0.is_stopping.store(true, Ordering::Relaxed);
     }
 
-    fn is_unflushed(&self) -> bool {
-        self.0.is_unflushed.load(Ordering::Relaxed)
-    }
-
     pub(super) fn is_body_unread(&self) -> bool {
         self.0.is_body_unread.load(Ordering::Relaxed)
+    }
+
+    fn has_unread(&self) -> bool {
+        self.is_body_unread() || self.0.has_unparsed.load(Ordering::Relaxed)
     }
 
     /// Reads the rest of a dropped body, as far as it is small and has arrived.
@@ -119,12 +111,6 @@ impl Requests {
                 self.0.is_body_unread.store(read.is_err(), Ordering::Relaxed);
             }
             () = looks => {}
-        }
-    }
-
-    fn handle_flush(&self) {
-        if self.0.open.load(Ordering::Relaxed) == 0 {
-            self.0.is_unflushed.store(false, Ordering::Relaxed);
         }
     }
 }
@@ -164,6 +150,7 @@ impl Body for RequestBody {
         if frame.is_none() || body.is_end_stream() {
             self.body = None;
             self.requests.0.is_body_unread.store(false, Ordering::Relaxed);
+            self.requests.0.has_unparsed.store(false, Ordering::Relaxed);
         }
         Poll::Ready(frame)
     }
@@ -245,18 +232,15 @@ impl<B: Body + Unpin> Body for WatchedBody<B> {
     }
 }
 
-pub(super) struct RefusalIo<I> {
+pub(super) struct DrainedIo<I> {
     io: I,
     is_client_gone: fn(&I) -> bool,
     requests: Requests,
     is_read_before: bool,
-    is_http2: bool,
-    /// The refusal's bytes that are not written yet. `None` if there is no refusal.
-    refusal: Option<Bytes>,
     drain: Option<Drain>,
 }
 
-/// How much longer the bytes after a refused request are read.
+/// How much longer bytes are read that nobody wants.
 struct Drain {
     /// When the drain ends, however many bytes come.
     end: Instant,
@@ -307,77 +291,13 @@ impl Drain {
     }
 }
 
-impl<I> RefusalIo<I> {
+impl<I> DrainedIo<I> {
     pub(super) fn new(io: I, is_client_gone: fn(&I) -> bool, requests: Requests) -> Self {
-        Self {
-            io,
-            is_client_gone,
-            requests,
-            is_read_before: false,
-            is_http2: false,
-            refusal: None,
-            drain: None,
-        }
-    }
-
-    /// `None` if the bytes are the service's, or have another form than expected.
-    fn replace(&mut self, answer: &[u8]) -> Option<()> {
-        if self.requests.is_unflushed() {
-            return None;
-        }
-        self.refusal = Some(refusal_for(answer, self.is_http2)?);
-        Some(())
+        Self { io, is_client_gone, requests, is_read_before: false, drain: None }
     }
 }
 
-impl<I: AsyncWrite + Unpin> RefusalIo<I> {
-    fn poll_write_refusal(&mut self, context: &mut Context<'_>) -> Poll<Result<()>> {
-        let Some(refusal) = &mut self.refusal else { return Poll::Ready(Ok(())) };
-        while refusal.has_remaining() {
-            let written = ready!(Pin::new(&mut self.io).poll_write(context, refusal))?;
-            if written == 0 {
-                return Poll::Ready(Err(std::io::ErrorKind::WriteZero.into()));
-            }
-            refusal.advance(written);
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-fn refusal_for(answer: &[u8], is_http2: bool) -> Option<Bytes> {
-    let status = answer.strip_prefix(b"HTTP/1.")?.get(2..5)?;
-    let (code, message) = match status {
-        _ if is_http2 => (
-            Code::InvalidRequest,
-            "this port speaks HTTP/1.1, and the client began with HTTP/2; have it send \
-             HTTP/1.1",
-        ),
-        b"400" => (
-            Code::InvalidRequest,
-            "the request's line or one of its headers is not valid HTTP/1; send it as RFC 9112 \
-             says",
-        ),
-        // 414 is for a path that is too long, which is a part of the request's line.
-        b"414" | b"431" => (
-            Code::HeaderTooLarge,
-            "the request's line and headers are over 32 KiB or over 100 headers; send fewer or \
-             shorter ones",
-        ),
-        _ => return None,
-    };
-    debug!(code = code.as_str(), "an unreadable request was refused");
-    let body = Api::OpenAi.body(&Refusal::new(code, message), "");
-    let head = format!(
-        "HTTP/1.1 {}\r\ncontent-type: application/json\r\n{}: {code}\r\ncontent-length: {}\r\n\
-         connection: close\r\n\r\n",
-        code.status(),
-        proto::claim::REFUSAL,
-        body.len(),
-    );
-    Some([head.as_bytes(), &body].concat().into())
-}
-
-impl<I: AsyncRead + Unpin> AsyncRead for RefusalIo<I> {
+impl<I: AsyncRead + Unpin> AsyncRead for DrainedIo<I> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -389,26 +309,24 @@ impl<I: AsyncRead + Unpin> AsyncRead for RefusalIo<I> {
             self.is_read_before = true;
             let read = &mut buffer.filled_mut()[before..];
             if read.starts_with(HTTP2_BEGIN) {
-                self.is_http2 = true;
                 // Hyper would close the connection without an answer.
                 read[0] = 0;
             }
+        }
+        if buffer.filled().len() > before {
+            self.requests.0.has_unparsed.store(true, Ordering::Relaxed);
         }
         Poll::Ready(Ok(()))
     }
 }
 
-impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
+impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for DrainedIo<I> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<Result<usize>> {
-        let this = &mut *self;
-        if this.replace(bytes).is_some() {
-            return Poll::Ready(Ok(bytes.len()));
-        }
-        Pin::new(&mut this.io).poll_write(context, bytes)
+        Pin::new(&mut self.io).poll_write(context, bytes)
     }
 
     fn poll_write_vectored(
@@ -416,13 +334,7 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
         context: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<Result<usize>> {
-        let this = &mut *self;
-        if let Some(first) = slices.iter().find(|slice| !slice.is_empty())
-            && this.replace(first).is_some()
-        {
-            return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
-        }
-        Pin::new(&mut this.io).poll_write_vectored(context, slices)
+        Pin::new(&mut self.io).poll_write_vectored(context, slices)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -437,18 +349,14 @@ impl<I: AsyncRead + AsyncWrite + Unpin> AsyncWrite for RefusalIo<I> {
                 return Poll::Ready(Err(std::io::ErrorKind::ConnectionAborted.into()));
             }
         }
-        ready!(self.poll_write_refusal(context))?;
-        ready!(Pin::new(&mut self.io).poll_flush(context))?;
-        self.requests.handle_flush();
-        Poll::Ready(Ok(()))
+        Pin::new(&mut self.io).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
         let this = &mut *self;
-        ready!(this.poll_write_refusal(context))?;
         if this.drain.is_none() {
             ready!(Pin::new(&mut this.io).poll_shutdown(context))?;
-            if this.refusal.is_none() && !this.requests.is_body_unread() {
+            if !this.requests.has_unread() {
                 return Poll::Ready(Ok(()));
             }
         }
@@ -502,54 +410,36 @@ mod tests {
         String::from_utf8(answers).unwrap()
     }
 
-    fn assert_refused(answer: &str, status: &str, code: &str) {
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-        assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
-        assert!(head.contains(&format!("x-berth-refusal: {code}\r\n")), "{answer}");
-        assert!(head.contains("content-type: application/json"), "{answer}");
-        assert!(head.contains(&format!("content-length: {}", body.len())), "{answer}");
-        let body: serde_json::Value = serde_json::from_str(body).unwrap();
-        assert_eq!(body["error"]["code"], code);
-        assert!(body["error"]["message"].as_str().unwrap().contains("send"), "{body}");
-    }
-
     #[tokio::test]
-    async fn a_request_that_is_not_http_is_refused_in_berths_form() {
+    async fn a_request_that_is_not_http_is_answered() {
         for request in [
             "GET / HTTP/1.1\r\nbad header\r\n\r\n",
             "G\u{1}T / HTTP/1.1\r\n\r\n",
             "GET / HTTX\r\n\r\n",
         ] {
-            assert_refused(&exchange(request.as_bytes()).await, "400", "invalid_request");
+            let answer = exchange(request.as_bytes()).await;
+            assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
         }
     }
 
     #[tokio::test]
-    async fn a_client_that_begins_with_http_2_is_told_what_the_port_speaks() {
+    async fn a_client_that_begins_with_http_2_has_an_answer() {
         let settings = b"\0\0\0\x04\0\0\0\0\0";
         let answer = exchange(&[HTTP2_BEGIN, b"\r\nSM\r\n\r\n", settings].concat()).await;
-        assert_refused(&answer, "400", "invalid_request");
-        assert!(answer.contains("HTTP/2"), "{answer}");
+        assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
     }
 
     #[tokio::test]
-    async fn an_answer_of_the_service_is_not_taken_for_one_of_hyper() {
-        // The service answers 400, with a body that hyper takes whole before it writes.
-        let answer = exchange(b"GET /refused HTTP/1.1\r\nconnection: close\r\n\r\n").await;
-        assert_refused(&answer, "400", "claim");
-    }
-
-    #[tokio::test]
-    async fn headers_that_are_too_large_are_refused_and_the_client_can_read_why() {
+    async fn the_client_can_read_that_its_headers_are_too_large() {
         // Much more than the server reads, so that closing at once would reset the connection.
         let header = "x".repeat(20 * HEADER_BYTES_MAX);
         let request = format!("GET / HTTP/1.1\r\nx-long: {header}\r\n\r\n");
-        assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+        assert!(exchange(request.as_bytes()).await.starts_with("HTTP/1.1 431 "));
         let request = format!("GET /{} HTTP/1.1\r\n\r\n", "p".repeat(70_000));
-        assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+        assert!(exchange(request.as_bytes()).await.starts_with("HTTP/1.1 431 "));
         let many: String = (0..150).map(|number| format!("x-{number}: 1\r\n")).collect();
         let request = format!("GET / HTTP/1.1\r\n{many}\r\n");
-        assert_refused(&exchange(request.as_bytes()).await, "431", "header_too_large");
+        assert!(exchange(request.as_bytes()).await.starts_with("HTTP/1.1 431 "));
     }
 
     #[tokio::test]
@@ -575,15 +465,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_before_an_unreadable_request_stays_whole() {
-        // The answer's body is what hyper itself would write, which must not be taken for it.
-        let body = "HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n";
-        let length = body.len();
-        let request =
-            format!("POST / HTTP/1.1\r\ncontent-length: {length}\r\n\r\n{body}bad\r\n\r\n");
-        let answers = exchange(request.as_bytes()).await;
-        let (first, second) = answers.split_once(body).unwrap();
+    async fn an_unreadable_request_after_another_is_answered() {
+        let answers = exchange(b"POST / HTTP/1.1\r\ncontent-length: 1\r\n\r\nxbad\r\n\r\n").await;
+        let (first, second) = answers.split_once("\r\n\r\nx").unwrap();
         assert!(first.starts_with("HTTP/1.1 200 "), "{answers}");
-        assert_refused(second, "400", "invalid_request");
+        assert!(second.starts_with("HTTP/1.1 400 "), "{answers}");
     }
 }
