@@ -22,6 +22,23 @@ pub fn clean(text: &str) -> String {
     cleaned
 }
 
+/// Breaks a text into lines. A word that is longer than `columns` has its own line.
+#[must_use]
+pub fn wrap(text: &str, columns: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("there is a first line");
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > columns {
+            lines.push(word.to_owned());
+        } else {
+            let space = if line.is_empty() { "" } else { " " };
+            line.push_str(space);
+            line.push_str(word);
+        }
+    }
+    lines
+}
+
 /// The text has at most 5 characters, such as `950`, `12.3k` or `1.20M`.
 #[must_use]
 pub fn count(number: u64) -> String {

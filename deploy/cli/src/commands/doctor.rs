@@ -5,6 +5,7 @@ mod collect;
 
 use serde_json::json;
 
+use self::collect::Collector;
 use super::{Outcome, print};
 use crate::{
     args::{DoctorArgs, TargetArgs},
@@ -13,6 +14,7 @@ use crate::{
     text::{
         clean,
         style::{Style, Tone},
+        wrap,
     },
 };
 
@@ -28,14 +30,13 @@ pub async fn run(target: &TargetArgs, args: &DoctorArgs) -> Result<Outcome, Erro
         print(&checks.collect::<String>())?;
         return Ok(Outcome::Well);
     }
-    let collected = collect::collect(target, args).await?;
-    let findings = doctor::diagnose(&collected.facts);
-    if args.json {
-        let report = json!({ "findings": findings, "not_asked": collected.not_asked });
-        print(&format!("{report}\n"))?;
-    } else {
-        print(&report(&findings, &collected.not_asked, Style::of_stdout()))?;
-    }
+    let mut collector = Collector::new(target)?;
+    let facts = collector.collect(args).await?;
+    let (findings, not_asked) = (doctor::diagnose(&facts), collector.not_asked);
+    print(&match args.json {
+        true => format!("{}\n", json!({ "findings": findings, "not_asked": not_asked })),
+        false => report(&findings, &not_asked, Style::of_stdout()),
+    })?;
     Ok(Outcome::from_is_well(findings.is_empty()))
 }
 
@@ -52,12 +53,11 @@ fn report(findings: &[Finding], not_asked: &[String], style: Style) -> String {
         text.push_str(&format!("  {}\n", style.paint(Tone::Faint, finding.id)));
         let change = format!("change: {}", finding.fix);
         for part in [&finding.what, finding.why, &change] {
-            text.push_str(&indented(&clean(part), columns));
+            text.push_str(&indented(part, columns));
         }
     }
     for reason in not_asked {
-        let reason = indented(&clean(reason), columns);
-        text.push_str(&format!("{:<INDENT$}{}", "unknown", reason.trim_start()));
+        text.push_str(&format!("{:<INDENT$}{}", "unknown", indented(reason, columns).trim_start()));
     }
     let faults = findings.iter().filter(|finding| finding.severity == Severity::Fault).count();
     let checks = doctor::all_checks().count();
@@ -66,21 +66,8 @@ fn report(findings: &[Finding], not_asked: &[String], style: Style) -> String {
     text
 }
 
-/// A word that is longer than `columns` has its own line.
 fn indented(text: &str, columns: usize) -> String {
-    let room = columns - INDENT;
-    let mut lines: Vec<String> = vec![String::new()];
-    for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("there is a first line");
-        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > room {
-            lines.push(word.to_owned());
-        } else {
-            if !line.is_empty() {
-                line.push(' ');
-            }
-            line.push_str(word);
-        }
-    }
+    let lines = wrap(&clean(text), columns - INDENT);
     lines.iter().map(|line| format!("{:INDENT$}{line}\n", "")).collect()
 }
 

@@ -2,26 +2,31 @@
 //!
 //! Absent facts are unknown, never assumed.
 
-use proto::load::FunctionOff;
+use std::collections::BTreeMap;
+
+use proto::load::Description;
 use serde_json::Value;
 
-use crate::api::{Fleet, Worker};
+use crate::api::{Device, Fleet, Worker};
 
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
-    pub routers: Vec<RouterFacts>,
-    pub agents: Vec<AgentFacts>,
-    /// Routers and agents of Berth on this host, as far as this user may see them.
-    pub processes: Vec<ProcessFacts>,
-    /// Certificate files of this host that settings name.
-    pub certificates: Vec<CertificateFacts>,
+    pub routers: Vec<Asked>,
+    pub agents: Vec<Asked>,
+    /// The most file descriptors of each router and agent of this host, as far as this user may see
+    /// them.
+    pub descriptors_max: BTreeMap<String, u64>,
+    /// The days that certificates have left, by their files on this host that settings name.
+    /// Negative: the certificate has expired.
+    pub certificate_days: BTreeMap<String, i64>,
     /// How long the load balancer before the routers keeps idle connections, as the caller says.
     pub balancer_keep_alive_ms: Option<u64>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Reach {
     /// The port that was meant.
+    #[default]
     Port,
     /// Another port of Berth, or another server; the text says which.
     OtherPort(&'static str),
@@ -31,64 +36,72 @@ pub enum Reach {
     Refused(String),
 }
 
-#[derive(Debug, Clone)]
-pub struct RouterFacts {
-    /// The URL of the data port.
+/// A router or an agent that was asked.
+#[derive(Debug, Clone, Default)]
+pub struct Asked {
+    /// The URL of the router's data port, or of the agent's control port.
     pub url: String,
     pub reach: Reach,
+    /// Negative: its clock is behind this host's.
+    pub clock_ahead_ms: Option<i64>,
+    /// The effective settings, from the admin port. Null: unknown.
+    pub settings: Value,
+    /// Of a router.
     pub version: Option<String>,
-    /// Negative: its clock is behind this host's.
-    pub clock_ahead_ms: Option<i64>,
+    /// What a router says of its workers.
     pub fleet: Option<Fleet>,
-    /// The effective settings, from the admin port.
-    pub settings: Option<Value>,
-}
-
-#[derive(Debug, Clone)]
-pub struct AgentFacts {
-    /// The URL of the control port.
-    pub url: String,
-    pub reach: Reach,
-    pub agent_id: Option<String>,
-    /// Tells this process of the agent from every other.
-    pub epoch: Option<u64>,
-    /// Hash of the tokenizer's files; `Some(None)`: the agent has none.
-    pub tokenizer: Option<Option<Vec<u8>>>,
-    /// SGLang versions on which the agent trims full histories. Empty: it doesn't trim.
-    pub trims: Option<Vec<String>>,
-    pub shim_functions_off: Vec<FunctionOff>,
-    /// Negative: its clock is behind this host's.
-    pub clock_ahead_ms: Option<i64>,
-    /// The effective settings, from the admin port.
-    pub settings: Option<Value>,
-    /// The engine's own `/server_info`, or why it can't be read.
+    /// What an agent says of itself and its engine.
+    pub description: Option<Description>,
+    /// The own `/server_info` of an agent's engine, or why it can't be read.
     pub engine: Option<Result<Value, String>>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ProcessFacts {
-    pub name: String,
-    pub pid: u32,
-    pub descriptors_max: u64,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CertificateFacts {
-    pub path: String,
-    /// Negative: the certificate has expired.
-    pub days_left: i64,
 }
 
 impl Facts {
     /// As the first router says that gave its workers.
+    pub fn fleet(&self) -> Option<&Fleet> {
+        self.routers.iter().find_map(|router| router.fleet.as_ref())
+    }
+
     pub fn workers(&self) -> impl Iterator<Item = &Worker> {
-        let fleet = self.routers.iter().find_map(|router| router.fleet.as_ref());
-        fleet.into_iter().flat_map(|fleet| &fleet.workers)
+        self.fleet().into_iter().flat_map(|fleet| &fleet.workers)
     }
 
     /// One worker of each agent, for what all ranks of an engine share.
     pub fn engines(&self) -> impl Iterator<Item = &Worker> {
         self.workers().filter(|worker| worker.dp_rank == 0)
+    }
+
+    pub fn devices(&self) -> impl Iterator<Item = (&Worker, &Device)> {
+        let loads = self.workers().filter_map(|worker| Some((worker, worker.load.as_ref()?)));
+        loads.flat_map(|(worker, load)| load.devices.iter().map(move |device| (worker, device)))
+    }
+
+    #[must_use]
+    pub fn agent_of(&self, worker: &Worker) -> Option<&Asked> {
+        self.agents.iter().find(|agent| agent.agent_id() == Some(&worker.agent))
+    }
+}
+
+impl Asked {
+    #[must_use]
+    pub fn agent_id(&self) -> Option<&str> {
+        self.description.as_ref().map(|it| it.agent_id.as_str())
+    }
+
+    #[must_use]
+    pub fn server_info(&self) -> Option<&Value> {
+        self.engine.as_ref()?.as_ref().ok()
+    }
+
+    /// Whether a text of the settings isn't empty.
+    #[must_use]
+    pub fn is_set(&self, name: &str) -> bool {
+        setting(&self.settings, name).as_str().is_some_and(|text| !text.is_empty())
+    }
+
+    #[must_use]
+    pub fn number(&self, name: &str) -> Option<u64> {
+        setting(&self.settings, name).as_u64()
     }
 }
 

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use proto::load::{FunctionOff, Retention, RetentionOff};
+use proto::load::{Description, EngineFacts, FunctionOff, ModelFiles, Retention, RetentionOff};
 use serde_json::json;
 
 use super::{
-    facts::{AgentFacts, CertificateFacts, Facts, ProcessFacts, Reach, RouterFacts},
+    facts::{Asked, Facts, Reach},
     *,
 };
 use crate::api::{Device, Engine, Figure, Fleet, Kv, Load, Rank, UnheardAgent, Worker};
@@ -51,43 +51,71 @@ fn worker(number: u32) -> Worker {
     }
 }
 
-fn agent(number: u32) -> AgentFacts {
-    let kv_events = r#"{"publisher": "zmq", "replay_endpoint": "tcp://127.0.0.1:5558"}"#;
-    AgentFacts {
-        url: format!("http://w{number}:31001"),
-        reach: Reach::Port,
-        agent_id: Some(format!("w{number}")),
-        epoch: Some(number.into()),
-        tokenizer: Some(Some(vec![7])),
-        trims: Some(vec!["0.5.23".into()]),
+fn description(number: u32) -> Description {
+    Description {
+        agent_id: format!("w{number}"),
+        epoch: number.into(),
+        data_port: 31_000,
+        data_address: None,
+        control_url: None,
+        data_tls: false,
+        engine: EngineFacts {
+            version: "0.5.23".into(),
+            models: vec!["m".into()],
+            page_tokens: 64,
+            context_tokens: 32_768,
+            vocabulary: Some(1000),
+            streaming_sessions: true,
+            radix_sessions: true,
+            instance: format!("process-{number}"),
+            disaggregation: "null".into(),
+            shortens_prompts: false,
+            adapters: None,
+            transfer: None,
+        },
+        ranks: vec![],
+        retentions: vec![],
+        retentions_off: vec![],
+        turns_queued_per_session_max: 1,
+        model_files: Some(ModelFiles { hash: [7; 32], bytes: 1 }),
+        trim_sglang_versions: vec!["0.5.23".into()],
         shim_functions_off: vec![],
+    }
+}
+
+fn agent(number: u32) -> Asked {
+    let kv_events = r#"{"publisher": "zmq", "replay_endpoint": "tcp://127.0.0.1:5558"}"#;
+    Asked {
+        url: format!("http://w{number}:31001"),
         clock_ahead_ms: Some(300),
-        settings: Some(json!({
+        settings: json!({
             "worker_id": format!("w{number}"),
             "sessions": { "pin_budget_ratio": 0.7, "rows_reserve": 1 },
             "limits": { "turn_ms_max": 3_600_000, "queue_wait_ms_max": 60_000 },
             "reports": { "interval_ms": 500 },
             "engine": { "url": "http://127.0.0.1:30000" },
-        })),
+        }),
+        description: Some(description(number)),
         engine: Some(Ok(json!({ "enable_cache_report": true, "kv_events_config": kv_events }))),
+        ..Asked::default()
     }
 }
 
-fn router(number: u32) -> RouterFacts {
-    RouterFacts {
+fn router(number: u32) -> Asked {
+    Asked {
         url: format!("http://router-{number}:8080"),
-        reach: Reach::Port,
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         clock_ahead_ms: Some(-300),
         fleet: Some(Fleet { workers: vec![worker(0), worker(1)], unheard: vec![] }),
-        settings: Some(json!({
+        settings: json!({
             "workers": ["http://w0:31001", "http://w1:31001"],
             "listen": { "data_addr": "0.0.0.0:8080" },
             "auth": { "keys_file": "/etc/berth/keys.toml" },
             "claims": { "store": "agents" },
             "connections": { "keep_alive_ms": 75_000 },
             "timeouts": { "turn_ms_max": 1_800_000, "load_report_age_ms_max": 3_000 },
-        })),
+        }),
+        ..Asked::default()
     }
 }
 
@@ -96,12 +124,8 @@ fn sound_facts() -> Facts {
     Facts {
         routers: vec![router(0), router(1)],
         agents: vec![agent(0), agent(1)],
-        processes: vec![ProcessFacts {
-            name: "berth-agent".into(),
-            pid: 7,
-            descriptors_max: 65_536,
-        }],
-        certificates: vec![CertificateFacts { path: "agent.pem".into(), days_left: 60 }],
+        descriptors_max: [("berth-agent (pid 7)".to_owned(), 65_536)].into(),
+        certificate_days: [("agent.pem".to_owned(), 60)].into(),
         balancer_keep_alive_ms: Some(60_000),
     }
 }
@@ -119,9 +143,13 @@ fn device_of(facts: &mut Facts) -> &mut Device {
     &mut worker_of(facts).load.as_mut().unwrap().devices[0]
 }
 
-fn set(settings: &mut Option<serde_json::Value>, name: &str, value: serde_json::Value) {
+fn described(agent: &mut Asked) -> &mut Description {
+    agent.description.as_mut().unwrap()
+}
+
+fn set(settings: &mut serde_json::Value, name: &str, value: serde_json::Value) {
     let pointer = format!("/{}", name.replace('.', "/"));
-    *settings.as_mut().unwrap().pointer_mut(&pointer).unwrap() = value;
+    *settings.pointer_mut(&pointer).unwrap() = value;
 }
 
 type Plant = fn(&mut Facts);
@@ -150,14 +178,16 @@ const PLANTS: &[(&str, Plant)] = &[
         let rejected = fleet.workers.pop().unwrap();
         let control = rejected.control;
         fleet.unheard.push(UnheardAgent { control, ..UnheardAgent::default() });
-        f.agents[1].agent_id = Some("w0".into());
+        described(&mut f.agents[1]).agent_id = "w0".into();
     }),
     ("engine-shared", |f| worker_of(f).engine.instance = "process-1".into()),
     ("page-size-differs", |f| worker_of(f).engine.page_tokens = 16),
     ("model-differs", |f| worker_of(f).engine.vocabulary = Some(2000)),
     ("model-differs", |f| worker_of(f).engine.context_tokens = 8_192),
-    ("tokenizer-differs", |f| f.agents[1].tokenizer = Some(Some(vec![8]))),
-    ("no-tokenizer", |f| f.agents[1].tokenizer = Some(None)),
+    ("tokenizer-differs", |f| {
+        described(&mut f.agents[1]).model_files = Some(ModelFiles { hash: [8; 32], bytes: 1 })
+    }),
+    ("no-tokenizer", |f| described(&mut f.agents[1]).model_files = None),
     ("engine-unreadable", |f| f.agents[1].engine = Some(Err("status 401".into()))),
     ("engine-key-unsent", |f| {
         let Some(Ok(engine)) = &mut f.agents[0].engine else { panic!("it is known") };
@@ -196,9 +226,11 @@ const PLANTS: &[(&str, Plant)] = &[
     ("shim-silent", |f| {
         worker_of(f).load.as_mut().unwrap().pool_used_tokens = figure(1, "loads");
     }),
-    ("shim-other-version", |f| f.agents[0].trims = Some(vec!["0.5.20".into()])),
     ("shim-other-version", |f| {
-        f.agents[0].shim_functions_off = vec![FunctionOff {
+        described(&mut f.agents[0]).trim_sglang_versions = vec!["0.5.20".into()]
+    }),
+    ("shim-other-version", |f| {
+        described(&mut f.agents[0]).shim_functions_off = vec![FunctionOff {
             function: "demotion".into(),
             reason: "Req.lock is missing on SGLang 0.5.23".into(),
         }];
@@ -231,9 +263,9 @@ const PLANTS: &[(&str, Plant)] = &[
         set(&mut f.agents[0].settings, "reports.interval_ms", json!(2_000));
     }),
     ("workers-differ", |f| set(&mut f.routers[1].settings, "workers", json!(["http://w0:31001"]))),
-    ("descriptors-few", |f| f.processes[0].descriptors_max = 1_024),
-    ("certificate-expiring", |f| f.certificates[0].days_left = 13),
-    ("certificate-expiring", |f| f.certificates[0].days_left = -1),
+    ("descriptors-few", |f| f.descriptors_max.values_mut().for_each(|most| *most = 1_024)),
+    ("certificate-expiring", |f| f.certificate_days.values_mut().for_each(|days| *days = 13)),
+    ("certificate-expiring", |f| f.certificate_days.values_mut().for_each(|days| *days = -1)),
 ];
 
 fn ids(facts: &Facts) -> BTreeSet<&'static str> {
@@ -267,8 +299,7 @@ fn what_makes_no_difference_is_no_finding() {
     set(settings, "listen.data_addr", json!("[::ffff:127.0.0.1]:8080"));
     set(settings, "auth.keys_file", json!(""));
     // One agent under two addresses.
-    facts.agents[1].agent_id = Some("w0".into());
-    facts.agents[1].epoch = facts.agents[0].epoch;
+    facts.agents[1].description = facts.agents[0].description.clone();
     assert_eq!(diagnose(&facts), []);
 }
 
@@ -284,8 +315,8 @@ fn an_agent_that_isn_t_heard_has_the_line_for_its_own_fault() {
         let control = "http://w2:31001".to_owned();
         let unheard = UnheardAgent { control: control.clone(), ..UnheardAgent::default() };
         facts.routers[0].fleet.as_mut().unwrap().unheard.push(unheard);
-        let agent_id = id.map(str::to_owned);
-        facts.agents.push(AgentFacts { url: control.clone(), reach, agent_id, ..agent(2) });
+        let description = id.map(|id| Description { agent_id: id.into(), ..description(2) });
+        facts.agents.push(Asked { url: control.clone(), reach, description, ..agent(2) });
         let stale = diagnose(&facts).into_iter().find(|it| it.id == "worker-stale").unwrap();
         assert_eq!(stale.about, control);
         assert!(stale.fix.contains(line), "{stale:?}");
@@ -306,7 +337,7 @@ fn every_check_is_planted_and_stands_once() {
 fn faults_come_before_warnings() {
     let mut facts = sound_facts();
     worker_of(&mut facts).engine.page_tokens = 16;
-    facts.certificates[0].days_left = 1;
+    facts.certificate_days.values_mut().for_each(|days| *days = 1);
     let severities: Vec<Severity> =
         diagnose(&facts).into_iter().map(|finding| finding.severity).collect();
     assert_eq!(severities, [Severity::Fault, Severity::Warning]);

@@ -7,7 +7,6 @@ use std::path::Path;
 
 use rustls::pki_types::{CertificateDer, pem::PemObject as _};
 
-const SEQUENCE: u8 = 0x30;
 const UTC_TIME: u8 = 0x17;
 const GENERALIZED_TIME: u8 = 0x18;
 /// The tag of the version, which an old certificate doesn't have.
@@ -21,21 +20,16 @@ pub(super) fn last_day(path: &Path) -> Option<i64> {
 }
 
 fn parse_last_day(der: &[u8]) -> Option<i64> {
-    let mut outer = Reader(der);
-    let mut certificate = Reader(outer.take(SEQUENCE)?);
-    let mut fields = Reader(certificate.take(SEQUENCE)?);
-    if fields.tag() == Some(VERSION) {
-        fields.skip()?;
-    }
+    let mut fields = read_value(read_value(der)?.content)?.content;
     // Serial number, algorithm, issuer.
-    for _ in 0..3 {
-        fields.skip()?;
+    let skipped = if fields.first() == Some(&VERSION) { 4 } else { 3 };
+    for _ in 0..skipped {
+        fields = read_value(fields)?.rest;
     }
-    let mut validity = Reader(fields.take(SEQUENCE)?);
-    validity.skip()?;
-    let tag = validity.tag()?;
-    let time = std::str::from_utf8(validity.take(tag)?).ok()?;
-    let digits = match tag {
+    let begin = read_value(read_value(fields)?.content)?;
+    let end = read_value(begin.rest)?;
+    let time = std::str::from_utf8(end.content).ok()?;
+    let digits = match end.tag {
         UTC_TIME if time.get(..2)? < "50" => format!("20{time}"),
         UTC_TIME => format!("19{time}"),
         GENERALIZED_TIME => time.to_owned(),
@@ -54,35 +48,27 @@ fn days_from_1970(year: i64, month: i64, day: i64) -> i64 {
     365 * year + leap_days + days_before_month + day - 1 - 719_468
 }
 
-/// DER is values with a tag and a length.
-struct Reader<'a>(&'a [u8]);
+/// A value of DER, and what follows it.
+struct Der<'a> {
+    tag: u8,
+    content: &'a [u8],
+    rest: &'a [u8],
+}
 
-impl<'a> Reader<'a> {
-    fn tag(&self) -> Option<u8> {
-        self.0.first().copied()
-    }
-
-    fn skip(&mut self) -> Option<()> {
-        self.take(self.tag()?).map(drop)
-    }
-
-    /// Takes the content of the next value, which must have this tag.
-    fn take(&mut self, tag: u8) -> Option<&'a [u8]> {
-        let (&first, rest) = self.0.split_first()?;
-        let (&length, rest) = rest.split_first()?;
-        let (length, rest) = if length < 0x80 {
-            (usize::from(length), rest)
-        } else {
+fn read_value(der: &[u8]) -> Option<Der<'_>> {
+    let [tag, length, rest @ ..] = der else { return None };
+    let (length, rest) = match length {
+        0..0x80 => (usize::from(*length), rest),
+        0x80.. => {
             let (bytes, rest) = rest.split_at_checked(usize::from(length & 0x7f))?;
             // No certificate has 16 MiB.
             let is_short = bytes.len() <= 3;
             let length = bytes.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
             (is_short.then_some(length)?, rest)
-        };
-        let (content, rest) = rest.split_at_checked(length)?;
-        self.0 = rest;
-        (first == tag).then_some(content)
-    }
+        }
+    };
+    let (content, rest) = rest.split_at_checked(length)?;
+    Some(Der { tag: *tag, content, rest })
 }
 
 #[cfg(test)]
