@@ -215,7 +215,8 @@ pub struct InitArgs {
 }
 
 /// What starts agent and router.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Supervisor {
     /// The user, or something that `berth init` has no files for
     None,

@@ -1,19 +1,22 @@
 //! Plans what `berth init` writes: from the engines of a host to settings and files. Pure.
 
-pub mod agent;
 pub mod engine;
-pub mod helm;
+mod files;
 pub mod host;
-pub mod router;
-pub mod systemd;
 
 use std::path::PathBuf;
 
+use serde::Serialize;
+
 use self::{
-    engine::{EngineRole, FoundEngine},
+    engine::FoundEngine,
+    files::Templates,
     host::{EngineProcess, Host},
 };
-use crate::{args::Supervisor, text::clean};
+use crate::{
+    args::Supervisor,
+    flags::{self, EngineFlag},
+};
 
 /// The first engine has these ports. The ports of each further one are 10 higher.
 const AGENT_PORTS: [u16; 3] = [31_000, 31_001, 31_002];
@@ -22,6 +25,12 @@ const ROUTER_PORTS: [u16; 2] = [8080, 8081];
 pub const ENGINES_MAX: usize = 16;
 const WORKER_ID_BYTES_MAX: usize = 128;
 pub const TOKEN_FILE: &str = "router-token";
+/// The agent's default of `sessions.pin_budget_ratio`.
+const PIN_BUDGET_PERCENT: u64 = 70;
+/// The rest of the pool is for running turns.
+const PIN_BUDGET_PERCENT_MAX: u64 = 90;
+/// The user in the unit of the agent.
+const UNIT_USER: &str = "sglang";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wishes {
@@ -52,21 +61,41 @@ pub enum Content {
     Token,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AgentPlan {
     pub engine: FoundEngine,
     /// `None` if it is unknown.
     pub process: Option<EngineProcess>,
+    /// The engine's service of systemd, if its name is one that a path and a script can have.
+    engine_unit: Option<String>,
+    /// The engine's user, if the unit must name it.
+    unit_user: Option<String>,
     pub worker_id: String,
     pub file: String,
-    /// The instance of the agent's unit, if a host has several agents.
-    pub instance: Option<String>,
+    /// Of several agents, each is an instance of a template.
+    unit: String,
     /// For data, for control, for admins.
-    pub ports: [u16; 3],
-    /// The first port that the engine may take for KV events.
-    pub kv_events_port: u16,
-    /// The engine's GPUs, or why they aren't known.
-    pub devices: Result<Vec<String>, String>,
+    ports: [u16; 3],
+    /// For the router.
+    pub control_url: String,
+    pub missing: Vec<MissingFlag>,
+    /// Pinned sessions need this share of the pool so that one session of full length fits. `None`:
+    /// the default does, or no share would.
+    pin_budget_percent: Option<u64>,
+    /// `None`: the agent's default.
+    state_dir: Option<String>,
+    /// `None`: where agent and shim look by default.
+    shim_socket: Option<String>,
+    /// The engine's GPUs, if they are known.
+    pub devices: Option<Vec<String>>,
+    pub devices_unknown: Option<String>,
+}
+
+/// As it is given, with what its lack costs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MissingFlag {
+    pub flag: String,
+    pub without: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,6 +105,24 @@ pub struct Plan {
     pub files: Vec<OutputFile>,
     pub notes: Vec<String>,
     pub next: Vec<String>,
+}
+
+impl Plan {
+    /// Where the files are written.
+    #[must_use]
+    pub fn paths(&self, wishes: &Wishes) -> Vec<PathBuf> {
+        self.files.iter().map(|file| wishes.folder.join(&file.name)).collect()
+    }
+}
+
+impl Wishes {
+    /// Where settings lie when the processes run.
+    fn etc(&self) -> PathBuf {
+        match self.supervisor {
+            Supervisor::Systemd => PathBuf::from("/etc/berth"),
+            Supervisor::None | Supervisor::Helm => self.folder.clone(),
+        }
+    }
 }
 
 /// The error says what to give.
@@ -92,48 +139,61 @@ pub fn plan(
             ports.join(", ")
         ));
     }
-    let agents = plan_agents(engines, host);
-    let paths = Paths::new(wishes);
-    let mut files = vec![];
-    for agent in &agents {
-        files.push(text_file(&agent.file, agent::settings(agent, &paths, wishes)));
-    }
-    files.push(text_file("router.toml", router::settings(&agents, &paths, wishes)));
-    if wishes.address.is_some() {
-        files.push(OutputFile { name: TOKEN_FILE.into(), content: Content::Token });
-    }
-    match wishes.supervisor {
-        Supervisor::None => {}
-        Supervisor::Systemd => files.extend(systemd::files(&agents, wishes)),
-        Supervisor::Helm => {
-            files.extend(agents.iter().map(|it| text_file("values.yaml", helm::values(it, host))));
-        }
-    }
-    let notes = notes(&agents, host, wishes);
-    let next = next_steps(&agents, wishes);
+    let agents = plan_agents(engines, host, wishes);
+    let templates = Templates::new(&agents, host, wishes);
+    let (notes, next) = (templates.lines("notes"), templates.lines("next"));
+    let files = templates.files(&agents, wishes);
     Ok(Plan { agents, files, notes, next })
 }
 
 fn plan_agents(
     mut engines: Vec<(FoundEngine, Option<EngineProcess>)>,
     host: &Host,
+    wishes: &Wishes,
 ) -> Vec<AgentPlan> {
     engines.sort_by_key(|(engine, _)| engine.port);
     let has_several = engines.len() > 1;
-    let mut kv_events_port = crate::flags::KV_EVENTS_PORT;
+    let control_host = match wishes.address.as_deref() {
+        None => "127.0.0.1".to_owned(),
+        Some(address) if address.contains(':') => format!("[{address}]"),
+        Some(address) => address.to_owned(),
+    };
+    let mut kv_events_port = flags::KV_EVENTS_PORT;
     let mut agents = vec![];
     for (number, (engine, process)) in (0..).zip(engines) {
-        let own_kv_events_port = kv_events_port;
+        let port = engine.port;
+        let instance = |prefix: &str| match has_several {
+            true => format!("{prefix}{port}"),
+            false => String::new(),
+        };
+        let unit_folder = format!("berth{}", instance("/"));
+        let ports = AGENT_PORTS.map(|port| port + 10 * number);
+        let missing = missing_flags(&engine, kv_events_port);
         // Each rank has a port for events and one to send them again.
         kv_events_port = kv_events_port.saturating_add(engine.ranks.saturating_mul(2));
-        let port = engine.port;
+        let user = process.as_ref().and_then(|it| it.user.as_deref());
+        let engine_unit = process.as_ref().and_then(|it| it.unit.as_deref());
+        let environment = process.as_ref().and_then(|it| it.environment.as_ref());
+        let engine_socket = environment.and_then(|it| it.shim_socket.as_deref());
+        let is_systemd = wishes.supervisor == Supervisor::Systemd;
+        let devices = host::devices(&engine.gpus, environment, host);
         agents.push(AgentPlan {
+            engine_unit: engine_unit.filter(|unit| is_name(unit)).map(str::to_owned),
+            unit_user: user.filter(|it| *it != UNIT_USER && is_name(it)).map(str::to_owned),
             worker_id: worker_id(&host.name, port),
-            file: if has_several { format!("agent-{port}.toml") } else { "agent.toml".into() },
-            instance: has_several.then(|| port.to_string()),
-            ports: AGENT_PORTS.map(|port| port + 10 * number),
-            kv_events_port: own_kv_events_port,
-            devices: host::devices(&engine.gpus, process.as_ref(), host),
+            file: format!("agent{}.toml", instance("-")),
+            unit: format!("berth-agent{}.service", instance("@")),
+            ports,
+            control_url: format!("http://{control_host}:{}", ports[1]),
+            missing,
+            pin_budget_percent: pin_budget_percent(&engine),
+            state_dir: is_systemd.then(|| format!("/var/lib/{unit_folder}")),
+            shim_socket: match is_systemd {
+                true => Some(format!("/run/{unit_folder}/engine.sock")),
+                false => engine_socket.filter(|path| path.starts_with('/')).map(str::to_owned),
+            },
+            devices_unknown: devices.as_ref().err().cloned(),
+            devices: devices.ok(),
             engine,
             process,
         });
@@ -147,110 +207,27 @@ fn worker_id(host: &str, port: u16) -> String {
     format!("{}-{port}", if name.is_empty() { "node" } else { &name })
 }
 
-/// Where files lie when the processes run.
-#[derive(Debug)]
-pub struct Paths {
-    supervisor: Supervisor,
-    /// `None`: agents need no token.
-    pub token_file: Option<String>,
+/// Whether a path and a script can have the name.
+fn is_name(text: &str) -> bool {
+    let is_legal = |byte: u8| byte.is_ascii_alphanumeric() || b"._@-".contains(&byte);
+    !text.is_empty() && !text.starts_with(['.', '-']) && text.bytes().all(is_legal)
 }
 
-impl Paths {
-    fn new(wishes: &Wishes) -> Self {
-        let folder = match wishes.supervisor {
-            Supervisor::Systemd => PathBuf::from("/etc/berth"),
-            Supervisor::None | Supervisor::Helm => wishes.folder.clone(),
-        };
-        let token_file =
-            wishes.address.is_some().then(|| folder.join(TOKEN_FILE).display().to_string());
-        Self { supervisor: wishes.supervisor, token_file }
-    }
-
-    /// `None`: the agent's default.
-    #[must_use]
-    pub fn state_dir(&self, agent: &AgentPlan) -> Option<String> {
-        let is_set = self.supervisor == Supervisor::Systemd;
-        is_set.then(|| format!("/var/lib/{}", unit_folder(agent)))
-    }
-
-    /// `None`: where agent and shim look by default.
-    #[must_use]
-    pub fn shim_socket(&self, agent: &AgentPlan) -> Option<String> {
-        if self.supervisor == Supervisor::Systemd {
-            return Some(format!("/run/{}/engine.sock", unit_folder(agent)));
+fn missing_flags(engine: &FoundEngine, kv_events_port: u16) -> Vec<MissingFlag> {
+    let whole = |flag: EngineFlag| match flag {
+        flags::KV_EVENTS | flags::KV_REPLAY => {
+            flags::kv_events_flag(kv_events_port, kv_events_port.saturating_add(engine.ranks))
         }
-        let environment = agent.process.as_ref()?.environment.as_ref()?;
-        environment.shim_socket.clone().filter(|path| path.starts_with('/'))
-    }
+        flag => flag.name.to_owned(),
+    };
+    let missing = engine.missing.iter();
+    missing.map(|flag| MissingFlag { flag: whole(*flag), without: flag.why }).collect()
 }
 
-/// systemd makes this folder for a unit, below those for state and for sockets.
-#[must_use]
-pub fn unit_folder(agent: &AgentPlan) -> String {
-    match &agent.instance {
-        None => "berth".into(),
-        Some(instance) => format!("berth/{instance}"),
-    }
-}
-
-fn text_file(name: &str, text: String) -> OutputFile {
-    OutputFile { name: name.to_owned(), content: Content::Text(text) }
-}
-
-fn notes(agents: &[AgentPlan], host: &Host, wishes: &Wishes) -> Vec<String> {
-    let mut notes = vec![];
-    let own_ports = agents.iter().flat_map(|agent| agent.ports).chain(ROUTER_PORTS);
-    let taken: Vec<String> =
-        own_ports.filter(|it| host.ports_taken.contains(it)).map(|it| it.to_string()).collect();
-    if !taken.is_empty() && wishes.supervisor != Supervisor::Helm {
-        notes.push(format!(
-            "something listens at {} now: Berth itself, or change the addresses in [listen]",
-            taken.join(", ")
-        ));
-    }
-    for agent in agents.iter().filter(|it| it.engine.role != EngineRole::Aggregated) {
-        let url = &agent.engine.url;
-        notes.push(format!(
-            "the engine at {url} is half of a pair: the router needs the agent of the other half \
-             too, see --other-agent"
-        ));
-    }
-    if let (Some(_), None) = (&wishes.address, &wishes.token_file) {
-        notes.push(format!(
-            "{TOKEN_FILE} is new: give it to berth init on the fleet's other hosts, with \
-             --token-file"
-        ));
-    }
-    notes
-}
-
-fn next_steps(agents: &[AgentPlan], wishes: &Wishes) -> Vec<String> {
-    let folder = clean(&wishes.folder.display().to_string());
-    let mut steps = vec![];
-    match wishes.supervisor {
-        Supervisor::None => {
-            for agent in agents {
-                let file = &agent.file;
-                let user = agent.process.as_ref().and_then(|it| it.user.as_deref());
-                let user = user.map(|user| format!(", as the engine's user {user}"));
-                let user = user.unwrap_or_default();
-                steps.push(format!("berth-agent --config {folder}/{file}{user}"));
-            }
-            steps.push(format!("berth-router --config {folder}/router.toml"));
-        }
-        Supervisor::Systemd => steps.push(format!("as root: {folder}/install.sh")),
-        Supervisor::Helm => {
-            steps.push(format!(
-                "helm install berth deploy/helm/berth --values {folder}/values.yaml"
-            ));
-        }
-    }
-    steps.push("berth doctor".into());
-    steps
-}
-
-fn quoted(text: &str) -> String {
-    serde_json::Value::from(clean(text)).to_string()
+fn pin_budget_percent(engine: &FoundEngine) -> Option<u64> {
+    let whole = engine.context_tokens.checked_mul(100)?;
+    let percent = whole.div_ceil(engine.pool_tokens.max(1));
+    (PIN_BUDGET_PERCENT + 1..=PIN_BUDGET_PERCENT_MAX).contains(&percent).then_some(percent)
 }
 
 #[cfg(test)]

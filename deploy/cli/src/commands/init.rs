@@ -15,7 +15,7 @@ use crate::{
     args::{InitArgs, TargetArgs},
     connect::{is_loopback, normalize_url},
     error::Error,
-    init::{self, AgentPlan, Content, Plan, Wishes, agent, router},
+    init::{self, AgentPlan, Content, MissingFlag, Plan, Wishes, engine::FoundEngine},
     text::{clean, count},
 };
 
@@ -37,11 +37,10 @@ pub async fn run(target: &TargetArgs, args: &InitArgs) -> Result<Outcome, Error>
         return Ok(Outcome::Well);
     }
     write::write(&plan, &wishes, args.force)?;
-    let text = match args.json {
+    print(&match args.json {
         true => format!("{}\n", as_json(&plan, &wishes)),
         false => as_text(&plan, &wishes),
-    };
-    print(&text)?;
+    })?;
     Ok(Outcome::Well)
 }
 
@@ -77,60 +76,46 @@ fn parse_address(text: &str) -> Result<String, Error> {
 }
 
 fn as_json(plan: &Plan, wishes: &Wishes) -> Value {
-    let engine = |it: &AgentPlan| {
-        let missing = agent::missing_flags(it);
-        let missing = missing.iter().map(|(flag, why)| json!({ "flag": flag, "without": why }));
-        let process = it.process.as_ref();
+    let engine = |agent: &AgentPlan| {
+        let (engine, process) = (&agent.engine, agent.process.as_ref());
         json!({
-            "url": it.engine.url, "version": it.engine.version, "model": it.engine.model,
-            "page_tokens": it.engine.page_tokens, "pool_tokens": it.engine.pool_tokens,
-            "context_tokens": it.engine.context_tokens, "rows": it.engine.rows,
-            "ranks": it.engine.ranks, "wants_key": it.engine.wants_key,
-            "missing": missing.collect::<Vec<Value>>(),
-            "devices": it.devices.as_ref().ok(), "devices_unknown": it.devices.as_ref().err(),
+            "url": engine.url, "version": engine.version, "model": engine.model,
+            "page_tokens": engine.page_tokens, "pool_tokens": engine.pool_tokens,
+            "context_tokens": engine.context_tokens, "rows": engine.rows,
+            "ranks": engine.ranks, "wants_key": engine.wants_key, "missing": agent.missing,
+            "devices": agent.devices, "devices_unknown": agent.devices_unknown,
             "pid": process.and_then(|it| it.pid), "user": process.and_then(|it| it.user.as_ref()),
             "agent": {
-                "id": it.worker_id, "settings": wishes.folder.join(&it.file),
-                "control": router::control_url(it, wishes),
+                "id": agent.worker_id, "settings": wishes.folder.join(&agent.file),
+                "control": agent.control_url,
             },
         })
     };
-    let files: Vec<PathBuf> = plan.files.iter().map(|it| wishes.folder.join(&it.name)).collect();
     json!({
         "engines": plan.agents.iter().map(engine).collect::<Vec<Value>>(),
-        "files": files, "notes": plan.notes, "next": plan.next,
+        "files": plan.paths(wishes), "notes": plan.notes, "next": plan.next,
     })
 }
 
 fn as_text(plan: &Plan, wishes: &Wishes) -> String {
-    let mut text = String::new();
-    for it in &plan.agents {
-        let engine = &it.engine;
-        text.push_str(&format!(
-            "engine {}: SGLang {}, model {}, {} tokens of KV, {} rows\n",
-            clean(&engine.url),
-            clean(&engine.version),
-            clean(&engine.model),
-            count(engine.pool_tokens),
-            engine.rows
+    let mut lines = vec![];
+    for AgentPlan { engine, missing, .. } in &plan.agents {
+        let FoundEngine { url, version, model, rows, .. } = engine;
+        let (version, model) = (clean(version), clean(model));
+        let tokens = count(engine.pool_tokens);
+        lines.push(format!(
+            "engine {}: SGLang {version}, model {model}, {tokens} tokens of KV, {rows} rows",
+            clean(url)
         ));
-        for (flag, why) in agent::missing_flags(it) {
-            text.push_str(&format!("  lacks {flag}\n    {why}\n"));
+        for MissingFlag { flag, without } in missing {
+            lines.push(format!("  lacks {flag}\n    {without}"));
         }
     }
-    for file in &plan.files {
-        text.push_str(&format!(
-            "wrote {}\n",
-            clean(&wishes.folder.join(&file.name).to_string_lossy())
-        ));
-    }
-    for note in &plan.notes {
-        text.push_str(&format!("note: {}\n", clean(note)));
-    }
-    for step in &plan.next {
-        text.push_str(&format!("next: {step}\n"));
-    }
-    text
+    let paths = plan.paths(wishes);
+    lines.extend(paths.iter().map(|path| format!("wrote {}", clean(&path.to_string_lossy()))));
+    lines.extend(plan.notes.iter().map(|note| format!("note: {}", clean(note))));
+    lines.extend(plan.next.iter().map(|step| format!("next: {step}")));
+    lines.join("\n") + "\n"
 }
 
 fn shown(content: &Content) -> &str {

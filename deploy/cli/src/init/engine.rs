@@ -1,28 +1,13 @@
-//! Reads an engine's `/server_info` for `init`: its sizes, its flags, and which flags it lacks.
-//! Pure.
+//! Reads an engine's `/server_info` for `init`: its sizes, and which flags it lacks. Pure.
 
+use proto::load::EngineRole;
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::flags::{self, EngineFlag};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EngineRole {
-    Aggregated,
-    /// It computes prompts for other engines.
-    Prefill,
-    /// It writes answers from prompts that other engines computed.
-    Decode,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct KvPublisher {
-    /// The first rank publishes there. Empty: unknown, or nowhere.
-    pub endpoint: String,
-    pub has_replay: bool,
-}
-
 /// Which of a host's GPUs an engine takes, by its flags.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GpuFlags {
     /// Such as `cuda`.
     pub device: String,
@@ -37,14 +22,13 @@ pub struct GpuFlags {
 }
 
 /// An engine that answered.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FoundEngine {
     pub url: String,
     pub port: u16,
     pub version: String,
     /// The name for clients.
     pub model: String,
-    pub model_path: String,
     pub page_tokens: u64,
     /// Longest prompt and answer.
     pub context_tokens: u64,
@@ -57,11 +41,10 @@ pub struct FoundEngine {
     pub role: EngineRole,
     /// `None` unless prefill and decode are apart.
     pub bootstrap_port: Option<u16>,
-    pub has_streaming_session: bool,
-    pub has_session_radix_cache: bool,
-    pub has_cache_report: bool,
-    /// `None`: the engine publishes none.
-    pub kv_events: Option<KvPublisher>,
+    #[serde(skip)]
+    pub missing: Vec<EngineFlag>,
+    /// Other hosts reach its KV events.
+    pub exposes_kv_events: bool,
     pub gpus: GpuFlags,
     pub wants_key: bool,
 }
@@ -71,13 +54,12 @@ impl FoundEngine {
     pub fn parse(url: &str, port: u16, info: &Value) -> Result<Self, String> {
         let number = |key: &str| info[key].as_u64();
         let text = |key: &str| info[key].as_str().map(str::to_owned);
-        let is_on = |key: &str| info[key].as_bool().unwrap_or(false);
         let missing = |key: &str| format!("{key} is missing");
         let state = &info["internal_states"][0];
-        let rows = state["effective_max_running_requests_per_dp"].as_u64();
         let context = number("context_length").or_else(|| state["context_length"].as_u64());
-        let model_path = text("model_path");
-        let model = text("served_model_name").or_else(|| model_path.clone());
+        let rows = state["effective_max_running_requests_per_dp"].as_u64();
+        let rows = rows.or_else(|| number("max_running_requests"));
+        let model = text("served_model_name").or_else(|| text("model_path"));
         let role = match info["disaggregation_mode"].as_str() {
             Some("prefill") => EngineRole::Prefill,
             Some("decode") => EngineRole::Decode,
@@ -85,79 +67,71 @@ impl FoundEngine {
         };
         let bootstrap = number("disaggregation_bootstrap_port").and_then(|it| it.try_into().ok());
         let ranks = number("dp_size").unwrap_or(1).max(1);
+        let kv_events = kv_publisher(info);
         Ok(Self {
             url: url.to_owned(),
             port,
             version: text("version").ok_or_else(|| missing("version"))?,
             model: model.ok_or_else(|| missing("served_model_name"))?,
-            model_path: model_path.unwrap_or_default(),
             page_tokens: number("page_size").unwrap_or(1).max(1),
             context_tokens: context
                 .or_else(|| number("max_req_input_len"))
                 .ok_or_else(|| missing("context_length"))?,
-            rows: rows
-                .or_else(|| number("max_running_requests"))
-                .ok_or_else(|| missing("max_running_requests"))?,
+            rows: rows.ok_or_else(|| missing("max_running_requests"))?,
             pool_tokens: number("max_total_num_tokens")
                 .ok_or_else(|| missing("max_total_num_tokens"))?,
             ranks: u16::try_from(ranks).map_err(|_| format!("dp_size is {ranks}"))?,
             role,
             bootstrap_port: bootstrap.filter(|_| role != EngineRole::Aggregated),
-            has_streaming_session: is_on("enable_streaming_session"),
-            has_session_radix_cache: is_on("enable_session_radix_cache"),
-            has_cache_report: is_on("enable_cache_report"),
-            kv_events: kv_publisher(info),
-            gpus: gpu_flags(info, is_on("enable_dp_attention")),
+            missing: missing_flags(info, role, kv_events.as_ref()),
+            exposes_kv_events: kv_events.is_some_and(|it| is_exposed(&it)),
+            gpus: gpu_flags(info),
             wants_key: info["api_key"].as_str().is_some_and(|key| !key.is_empty()),
         })
     }
-
-    /// Half of a pair has no use for the flags of sessions.
-    #[must_use]
-    pub fn missing_flags(&self) -> Vec<EngineFlag> {
-        let is_whole = self.role == EngineRole::Aggregated;
-        let has_replay = self.kv_events.as_ref().is_some_and(|it| it.has_replay);
-        let flags = [
-            (!is_whole || self.has_streaming_session, flags::STREAMING_SESSION),
-            (!is_whole || self.has_session_radix_cache, flags::SESSION_RADIX_CACHE),
-            (self.has_cache_report, flags::CACHE_REPORT),
-            (self.kv_events.is_some(), flags::KV_EVENTS),
-            (self.kv_events.is_none() || has_replay, flags::KV_REPLAY),
-        ];
-        flags.into_iter().filter(|(is_there, _)| !is_there).map(|(_, flag)| flag).collect()
-    }
-
-    #[must_use]
-    pub fn exposes_kv_events(&self) -> bool {
-        let endpoint = self.kv_events.as_ref().and_then(|it| it.endpoint.strip_prefix("tcp://"));
-        endpoint.is_some_and(|it| {
-            let host = it.rsplit_once(':').map_or(it, |(host, _)| host);
-            let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
-            host != "localhost" && !address.is_ok_and(|address| address.is_loopback())
-        })
-    }
 }
 
-fn kv_publisher(info: &Value) -> Option<KvPublisher> {
-    let config = info["kv_events_config"].as_str()?;
-    let config = serde_json::from_str::<Value>(config).ok()?;
-    (config["publisher"] == "zmq").then(|| KvPublisher {
-        endpoint: config["endpoint"].as_str().unwrap_or("tcp://*:5557").to_owned(),
-        has_replay: config["replay_endpoint"].is_string(),
+/// The settings of the KV events, if the engine publishes them.
+fn kv_publisher(info: &Value) -> Option<Value> {
+    let config = serde_json::from_str::<Value>(info["kv_events_config"].as_str()?).ok()?;
+    Some(config).filter(|config| config["publisher"] == "zmq")
+}
+
+/// Half of a pair has no use for the flags of sessions.
+fn missing_flags(info: &Value, role: EngineRole, kv_events: Option<&Value>) -> Vec<EngineFlag> {
+    let is_whole = role == EngineRole::Aggregated;
+    let lacks = |key: &str| info[key] != true;
+    let lacks_replay = kv_events.is_some_and(|config| !config["replay_endpoint"].is_string());
+    let flags = [
+        (is_whole && lacks("enable_streaming_session"), flags::STREAMING_SESSION),
+        (is_whole && lacks("enable_session_radix_cache"), flags::SESSION_RADIX_CACHE),
+        (lacks("enable_cache_report"), flags::CACHE_REPORT),
+        (kv_events.is_none(), flags::KV_EVENTS),
+        (lacks_replay, flags::KV_REPLAY),
+    ];
+    flags.into_iter().filter(|(lacks, _)| *lacks).map(|(_, flag)| flag).collect()
+}
+
+/// Whether other hosts reach the first rank's endpoint.
+fn is_exposed(kv_events: &Value) -> bool {
+    let endpoint = kv_events["endpoint"].as_str().unwrap_or("tcp://*:5557");
+    endpoint.strip_prefix("tcp://").is_some_and(|it| {
+        let host = it.rsplit_once(':').map_or(it, |(host, _)| host);
+        let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+        host != "localhost" && !address.is_ok_and(|address| address.is_loopback())
     })
 }
 
-fn gpu_flags(info: &Value, ranks_share_gpus: bool) -> GpuFlags {
-    let number = |key: &str, default: usize| {
-        info[key].as_u64().and_then(|it| usize::try_from(it).ok()).unwrap_or(default)
-    };
-    let at_least_1 = |key: &str| number(key, 1).max(1);
-    let ranks = if ranks_share_gpus { 1 } else { at_least_1("dp_size") };
+fn gpu_flags(info: &Value) -> GpuFlags {
+    let number = |key: &str| info[key].as_u64().and_then(|it| usize::try_from(it).ok());
+    let at_least_1 = |key: &str| number(key).unwrap_or(1).max(1);
+    // With DP attention, all ranks run on the same GPUs.
+    let ranks = if info["enable_dp_attention"] == true { 1 } else { at_least_1("dp_size") };
     let count = at_least_1("tp_size").saturating_mul(at_least_1("pp_size")).saturating_mul(ranks);
     GpuFlags {
         device: info["device"].as_str().unwrap_or("unknown").to_owned(),
         count,
-        first: number("base_gpu_id", 0),
+        first: number("base_gpu_id").unwrap_or(0),
         step: at_least_1("gpu_id_step"),
         hosts: at_least_1("nnodes"),
     }
@@ -191,8 +165,8 @@ mod tests {
         let engine = parse(&info());
         assert_eq!((engine.rows, engine.pool_tokens, engine.ranks), (8, 2048, 2));
         assert_eq!((engine.role, engine.bootstrap_port), (EngineRole::Aggregated, None));
-        assert_eq!((engine.missing_flags(), engine.gpus.count), (vec![], 8));
-        assert!(!engine.exposes_kv_events() && !engine.wants_key);
+        assert_eq!((engine.missing, engine.gpus.count), (vec![], 8));
+        assert!(!engine.exposes_kv_events && !engine.wants_key);
         let mut shared = info();
         shared["enable_dp_attention"] = true.into();
         assert_eq!(parse(&shared).gpus.count, 4, "ranks share the GPUs");
@@ -210,14 +184,14 @@ mod tests {
         ] {
             let mut info = info();
             info[key] = value;
-            assert_eq!(parse(&info).missing_flags(), [flag]);
+            assert_eq!(parse(&info).missing, [flag]);
         }
         let mut prefill = info();
         prefill["disaggregation_mode"] = "prefill".into();
         prefill["enable_streaming_session"] = false.into();
         prefill["enable_session_radix_cache"] = false.into();
         let prefill = parse(&prefill);
-        assert_eq!((prefill.missing_flags(), prefill.bootstrap_port), (vec![], Some(8998)));
+        assert_eq!((prefill.missing, prefill.bootstrap_port), (vec![], Some(8998)));
     }
 
     #[test]
@@ -233,7 +207,7 @@ mod tests {
             let mut info = info();
             let config = json!({ "publisher": "zmq", "endpoint": endpoint });
             info["kv_events_config"] = config.to_string().into();
-            assert_eq!(parse(&info).exposes_kv_events(), is_exposed, "{endpoint}");
+            assert_eq!(parse(&info).exposes_kv_events, is_exposed, "{endpoint}");
         }
     }
 

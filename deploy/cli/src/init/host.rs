@@ -1,7 +1,12 @@
 //! Defines what `init` knows of the engine's host, and which of the host's GPUs are the engine's.
 //! Pure.
 
+use serde::Serialize;
+
 use super::engine::GpuFlags;
+
+const ORDER_UNKNOWN: &str =
+    "the GPUs are of several models, and CUDA_DEVICE_ORDER isn't PCI_BUS_ID";
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Host {
@@ -14,14 +19,13 @@ pub struct Host {
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HostGpu {
-    pub pci_address: String,
     /// `None` if the driver doesn't say it.
     pub uuid: Option<String>,
     pub model: String,
 }
 
 /// The process that listens at the engine's port.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineProcess {
     /// `None` if this user may not see which process it is.
     pub pid: Option<u32>,
@@ -30,6 +34,7 @@ pub struct EngineProcess {
     /// The service of systemd that runs the process.
     pub unit: Option<String>,
     /// `None`: this user may not read it.
+    #[serde(skip)]
     pub environment: Option<EngineEnvironment>,
 }
 
@@ -44,7 +49,7 @@ pub struct EngineEnvironment {
 /// The values of `gpu.devices`, or why they aren't known.
 pub fn devices(
     flags: &GpuFlags,
-    process: Option<&EngineProcess>,
+    environment: Option<&EngineEnvironment>,
     host: &Host,
 ) -> Result<Vec<String>, String> {
     if flags.device != "cuda" {
@@ -53,14 +58,12 @@ pub fn devices(
     if flags.hosts > 1 {
         return Err("the engine runs on several hosts".into());
     }
-    let environment = process.and_then(|it| it.environment.as_ref());
     let environment = environment.ok_or("the engine's environment can't be read")?;
+    let is_in_pci_order = environment.is_in_pci_order;
     let visible = match environment.visible_devices.as_deref() {
-        Some(list) => visible_devices(list, environment.is_in_pci_order, host)?,
+        Some(list) => visible_devices(list, is_in_pci_order, host)?,
         None if host.gpus.is_empty() => return Err("the driver names no GPU".into()),
-        None if !is_order_known(environment.is_in_pci_order, host) => {
-            return Err(order_problem().into());
-        }
+        None if !is_order_known(is_in_pci_order, host) => return Err(ORDER_UNKNOWN.into()),
         None => host.gpus.iter().enumerate().map(|(index, gpu)| name_of(index, gpu)).collect(),
     };
     let mine = visible.iter().skip(flags.first).step_by(flags.step).take(flags.count);
@@ -82,7 +85,7 @@ fn visible_devices(list: &str, is_in_pci_order: bool, host: &Host) -> Result<Vec
         let index: usize =
             entry.parse().map_err(|_| format!("CUDA_VISIBLE_DEVICES has {entry:?}"))?;
         if !is_order_known(is_in_pci_order, host) {
-            return Err(order_problem().into());
+            return Err(ORDER_UNKNOWN.into());
         }
         Ok(host.gpus.get(index).map_or(index.to_string(), |gpu| name_of(index, gpu)))
     };
@@ -101,10 +104,6 @@ fn is_order_known(is_in_pci_order: bool, host: &Host) -> bool {
     is_in_pci_order || host.gpus.windows(2).all(|pair| pair[0].model == pair[1].model)
 }
 
-fn order_problem() -> &'static str {
-    "the GPUs are of several models, and CUDA_DEVICE_ORDER isn't PCI_BUS_ID"
-}
-
 fn name_of(index: usize, gpu: &HostGpu) -> String {
     gpu.uuid.clone().unwrap_or_else(|| index.to_string())
 }
@@ -115,17 +114,15 @@ mod tests {
 
     fn host(models: &[&str]) -> Host {
         let gpu = |(index, model): (usize, &&str)| HostGpu {
-            pci_address: format!("0000:{index:02x}:00.0"),
             uuid: Some(format!("GPU-{index}-end")),
             model: (*model).into(),
         };
         Host { gpus: models.iter().enumerate().map(gpu).collect(), ..Host::default() }
     }
 
-    fn process(visible: Option<&str>, is_in_pci_order: bool) -> EngineProcess {
+    fn process(visible: Option<&str>, is_in_pci_order: bool) -> EngineEnvironment {
         let visible_devices = visible.map(str::to_owned);
-        let environment = EngineEnvironment { visible_devices, is_in_pci_order, shim_socket: None };
-        EngineProcess { environment: Some(environment), ..EngineProcess::default() }
+        EngineEnvironment { visible_devices, is_in_pci_order, shim_socket: None }
     }
 
     fn flags(first: usize, step: usize, count: usize) -> GpuFlags {

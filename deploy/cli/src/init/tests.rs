@@ -38,11 +38,7 @@ fn process(user: &str, unit: Option<&str>) -> EngineProcess {
 }
 
 fn host() -> Host {
-    let gpu = |number: u32| HostGpu {
-        uuid: Some(format!("GPU-{number}")),
-        model: "H100".into(),
-        ..HostGpu::default()
-    };
+    let gpu = |number: u32| HostGpu { uuid: Some(format!("GPU-{number}")), model: "H100".into() };
     Host { name: "node-1".into(), gpus: vec![gpu(0), gpu(1)], ports_taken: vec![] }
 }
 
@@ -256,4 +252,38 @@ fn an_agent_s_id_is_one_that_agents_take() {
     assert_eq!(worker_id("node_1.fleet", 5), "node_1.fleet-5");
     assert_eq!(worker_id("\u{fc}!", 5), "node-5");
     assert_eq!(worker_id(&"a".repeat(300), 65_535).len(), 128);
+}
+
+#[test]
+fn each_plan_can_be_written() {
+    let lacking = json!({
+        "enable_streaming_session": false, "enable_cache_report": false, "dp_size": 2,
+        "kv_events_config": r#"{"publisher":"zmq","endpoint":"tcp://*:5557"}"#,
+    });
+    let patches = [
+        json!({}),
+        lacking,
+        json!({ "context_length": 1500, "api_key": "k", "device": "cpu" }),
+        json!({ "context_length": 1844, "max_running_requests": 2 }),
+        json!({ "disaggregation_mode": "decode" }),
+        json!({ "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998 }),
+    ];
+    let unread = EngineProcess { user: None, environment: None, ..process("", None) };
+    let processes = [None, Some(process("alice", Some("a.service"))), Some(unread)];
+    for patch in &patches {
+        for process in &processes {
+            for supervisor in [Supervisor::None, Supervisor::Helm, Supervisor::Systemd] {
+                for address in [None, Some("node-1")] {
+                    let found = vec![(engine(30_000, patch), process.clone())];
+                    let plan = super::plan(found, &host(), &wishes(supervisor, address)).unwrap();
+                    toml(&plan, "agent.toml");
+                    toml(&plan, "router.toml");
+                    let said = [plan.notes.as_slice(), &plan.next].concat();
+                    let written = format!("{said:?} {:?}", plan.files);
+                    assert!(!written.contains("{%") && !written.contains("none"), "{written}");
+                    assert!(said.iter().all(|line| !line.is_empty()), "{said:?}");
+                }
+            }
+        }
+    }
 }

@@ -39,11 +39,6 @@ impl Listening {
     pub(super) fn is_trusted(&self, port: u16) -> bool {
         self.0.get(&port).is_some_and(|socket| socket.uid == 0 || socket.uid == own_uid())
     }
-
-    #[cfg(test)]
-    pub(super) fn of_ports(ports: &[u16]) -> Self {
-        Self(ports.iter().map(|port| (*port, Socket { uid: 0, inode: 0 })).collect())
-    }
 }
 
 pub(super) fn listening() -> Listening {
@@ -88,43 +83,38 @@ fn is_sglang(line: &str) -> bool {
 }
 
 fn port_argument(line: &str) -> Option<u16> {
-    let mut words = line.split('\0');
-    while let Some(word) = words.next() {
-        if word == "--port" {
-            return words.next()?.parse().ok();
-        }
-        if let Some(value) = word.strip_prefix("--port=") {
-            return value.parse().ok();
-        }
-    }
-    None
+    let words: Vec<&str> = line.split('\0').collect();
+    let next = words.windows(2).find(|pair| pair[0] == "--port").map(|pair| pair[1]);
+    next.or_else(|| words.iter().find_map(|word| word.strip_prefix("--port=")))?.parse().ok()
 }
 
 fn processes() -> impl Iterator<Item = PathBuf> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let is_number = |path: &PathBuf| {
-        path.file_name().and_then(|it| it.to_str()).is_some_and(|it| it.parse::<u32>().is_ok())
+    entries(Path::new("/proc")).filter(|folder| pid_of(folder).is_some()).take(PROCESSES_MAX)
+}
+
+fn pid_of(folder: &Path) -> Option<u32> {
+    folder.file_name()?.to_str()?.parse().ok()
+}
+
+fn sockets_of(folder: &Path) -> BTreeSet<u64> {
+    let inode = |file: PathBuf| {
+        let link = fs::read_link(file).ok()?;
+        link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
     };
-    entries.map(|entry| entry.path()).filter(is_number).take(PROCESSES_MAX)
+    entries(&folder.join("fd")).take(FILES_MAX).filter_map(inode).collect()
 }
 
 /// Leaves out what this user may not see.
-fn sockets_of(folder: &Path) -> BTreeSet<u64> {
-    let files = fs::read_dir(folder.join("fd")).into_iter().flatten().flatten().take(FILES_MAX);
-    let inode = |file: fs::DirEntry| {
-        let link = fs::read_link(file.path()).ok()?;
-        link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
-    };
-    files.filter_map(inode).collect()
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
 }
 
 /// `None` if nothing listens at the port. A process that this user may not see has no `pid`.
 pub(super) fn process_at(port: u16, listening: &Listening) -> Option<EngineProcess> {
     let socket = listening.0.get(&port)?;
     let folder = processes().find(|folder| sockets_of(folder).contains(&socket.inode));
-    let pid = folder.as_deref().and_then(Path::file_name).and_then(|it| it.to_str()?.parse().ok());
     Some(EngineProcess {
-        pid,
+        pid: folder.as_deref().and_then(pid_of),
         uid: socket.uid,
         user: read(Path::new("/etc/passwd")).and_then(|text| user_name(&text, socket.uid)),
         unit: folder.as_ref().and_then(|it| unit_of(&read(&it.join("cgroup"))?)),
@@ -134,10 +124,9 @@ pub(super) fn process_at(port: u16, listening: &Listening) -> Option<EngineProce
 
 fn user_name(passwd: &str, uid: u32) -> Option<String> {
     let uid = uid.to_string();
-    passwd.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let name = fields.next()?;
-        (fields.nth(1)? == uid).then(|| name.to_owned())
+    passwd.lines().find_map(|line| match line.split(':').collect::<Vec<&str>>()[..] {
+        [name, _, of, ..] if of == uid => Some(name.to_owned()),
+        _ => None,
     })
 }
 
@@ -162,29 +151,24 @@ fn parse_environment(text: &str) -> EngineEnvironment {
 
 pub(super) fn host(listening: &Listening) -> Host {
     let name = read(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
-    let folders = fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
-    let mut gpus: Vec<HostGpu> = folders
-        .filter_map(|folder| {
-            let address = folder.file_name().into_string().ok()?;
-            Some(parse_gpu(address, &read(&folder.path().join("information"))?))
-        })
-        .collect();
-    gpus.sort_by(|a, b| a.pci_address.cmp(&b.pci_address));
-    let ports_taken = listening.0.keys().copied().collect();
-    Host { name: name.trim().to_owned(), gpus, ports_taken }
+    // Each GPU has a folder with its PCI address as name.
+    let gpus: BTreeSet<PathBuf> = entries(Path::new("/proc/driver/nvidia/gpus")).collect();
+    let gpus =
+        gpus.iter().filter_map(|folder| Some(parse_gpu(&read(&folder.join("information"))?)));
+    Host {
+        name: name.trim().to_owned(),
+        gpus: gpus.collect(),
+        ports_taken: listening.0.keys().copied().collect(),
+    }
 }
 
-fn parse_gpu(pci_address: String, information: &str) -> HostGpu {
+fn parse_gpu(information: &str) -> HostGpu {
     let value = |name: &str| {
         let mut lines = information.lines().filter_map(|line| line.split_once(':'));
         lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
     };
     let is_whole = |uuid: &String| uuid.starts_with("GPU-") && !uuid.contains('?');
-    HostGpu {
-        pci_address,
-        uuid: value("GPU UUID").filter(is_whole),
-        model: value("Model").unwrap_or_default(),
-    }
+    HostGpu { uuid: value("GPU UUID").filter(is_whole), model: value("Model").unwrap_or_default() }
 }
 
 fn read(path: &Path) -> Option<String> {
@@ -262,12 +246,12 @@ mod tests {
     #[test]
     fn a_gpu_s_uuid_is_read_if_the_driver_shows_it() {
         let text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\nGPU UUID: \t GPU-5e9a-0c\n";
-        let gpu = parse_gpu("0000:1b:00.0".into(), text);
+        let gpu = parse_gpu(text);
         assert_eq!(
             (gpu.model.as_str(), gpu.uuid.as_deref()),
             ("NVIDIA H100 80GB HBM3", Some("GPU-5e9a-0c"))
         );
-        let hidden = parse_gpu("0000:1b:00.0".into(), "GPU UUID: \t GPU-????????-????\n");
+        let hidden = parse_gpu("GPU UUID: \t GPU-????????-????\n");
         assert_eq!(hidden.uuid, None);
     }
 }

@@ -19,13 +19,12 @@ const TOKEN_RANDOM_BYTES: usize = 32;
 
 /// Writes no file if one of them exists and may not be replaced.
 pub(super) fn write(plan: &Plan, wishes: &Wishes, may_replace: bool) -> Result<(), Error> {
-    let paths = plan.files.iter().map(|file| (file, wishes.folder.join(&file.name)));
-    let paths: Vec<_> = paths.collect();
-    let existing = paths.iter().find(|(_, path)| path.symlink_metadata().is_ok());
-    if let Some((_, path)) = existing.filter(|_| !may_replace) {
+    let paths = plan.paths(wishes);
+    let existing = paths.iter().find(|path| path.symlink_metadata().is_ok());
+    if let Some(path) = existing.filter(|_| !may_replace) {
         return Err(Error::FileExists { path: path.display().to_string() });
     }
-    for (file, path) in paths {
+    for (file, path) in plan.files.iter().zip(paths) {
         write_file(&file.content, &path, wishes.token_file.as_deref())
             .map_err(|error| Error::FileWrite { path: path.display().to_string(), error })?;
     }
@@ -70,8 +69,6 @@ fn new_token() -> io::Result<Vec<u8>> {
 }
 
 pub(super) fn as_text(plan: &Plan) -> String {
-    let text = |file: &crate::init::OutputFile| {
-        format!("# ---- {}\n{}\n", file.name, shown(&file.content))
-    };
-    plan.files.iter().map(text).collect()
+    let files = plan.files.iter();
+    files.map(|file| format!("# ---- {}\n{}\n", file.name, shown(&file.content))).collect()
 }
