@@ -57,14 +57,14 @@ impl Templates {
     }
 
     pub(super) fn lines(&self, template: &str) -> Vec<String> {
-        self.render(template, "", Value::Null).lines().map(str::to_owned).collect()
+        self.render(template, None).lines().map(str::to_owned).collect()
     }
 
     pub(super) fn files(&self, agents: &[AgentPlan], wishes: &Wishes) -> Vec<OutputFile> {
         let settings =
             |agent: &AgentPlan| text_file(&agent.file, self.of_agent("agent.toml", agent));
         let mut files: Vec<OutputFile> = agents.iter().map(settings).collect();
-        files.push(text_file("router.toml", self.render("router.toml", "", Value::Null)));
+        files.push(text_file("router.toml", self.render("router.toml", None)));
         if wishes.address.is_some() {
             files.push(OutputFile { name: TOKEN_FILE.into(), content: Content::Token });
         }
@@ -73,7 +73,7 @@ impl Templates {
             Supervisor::Systemd => {
                 let units = self.units(agents);
                 let names = units.iter().map(|unit| unit.name.trim_start_matches("systemd/"));
-                let script = self.render("install.sh", "units", names.collect());
+                let script = self.render("install.sh", Some(("units", names.collect())));
                 files.extend(units);
                 let content = Content::Script(script);
                 files.push(OutputFile { name: "install.sh".into(), content });
@@ -109,13 +109,15 @@ impl Templates {
     }
 
     fn of_agent(&self, template: &str, agent: &AgentPlan) -> String {
-        self.render(template, "agent", json!(agent))
+        self.render(template, Some(("agent", json!(agent))))
     }
 
-    /// `name` is what this template alone may name.
-    fn render(&self, template: &str, name: &str, value: Value) -> String {
+    /// `own` is what this template may name besides.
+    fn render(&self, template: &str, own: Option<(&str, Value)>) -> String {
         let mut values = self.shared.clone();
-        values[name] = value;
+        if let Some((name, value)) = own {
+            values[name] = value;
+        }
         let template = self.environment.get_template(template);
         let text = template.and_then(|it| it.render(Serde(values)));
         text.expect("each template takes all that a plan can have")
