@@ -4,6 +4,8 @@
 //! problems that only they can see, such as values that contradict each other. A running process
 //! doesn't read the file again.
 
+pub mod table;
+
 use std::{fmt, path::Path};
 
 use serde::{Serialize, de::DeserializeOwned};
