@@ -19,7 +19,6 @@ use std::{collections::BTreeSet, net::SocketAddr, path::PathBuf, time::Duration}
 
 use clap::Parser;
 use http::Uri;
-use serde::{Deserialize, Serialize};
 use service::{
     server::ConnectionSettings,
     settings::{self, Problems},
@@ -38,39 +37,26 @@ use self::{
 /// larger fleet needs several routers.
 pub const AGENTS_MAX: usize = 1024;
 
-/// All settings as they take effect: the tables of the settings file. [`Config::problems`] checks
-/// them.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Config {
-    /// Control ports of the worker agents, as `http://host:port` or `https://host:port`.
-    pub workers: Vec<String>,
-    /// Where the router learns of further agents.
-    pub discovery: DiscoveryTable,
-    /// The addresses of the router's ports.
-    pub listen: ListenTable,
-    /// The bounds on turns, bodies, sessions and memory.
-    pub limits: LimitsTable,
-    /// The time limits.
-    pub timeouts: TimeoutsTable,
-    /// The clients' connections.
-    pub connections: ConnectionSettings,
-    /// How turns and sessions are placed.
-    pub placement: PlacementTable,
-    /// The names of models, besides those that the engines serve.
-    pub models: ModelsTable,
-    /// Who may send requests.
-    pub auth: AuthTable,
-    /// The certificate that clients see.
-    pub tls: TlsTable,
-    /// How the router proves itself to agents, and recognizes them.
-    pub agents: AgentsTable,
-    /// How this router and others agree on the workers of new sessions.
-    pub claims: ClaimsTable,
-    /// What the router writes of each request.
-    pub log: LogTable,
-    /// Where the spans of turns go.
-    pub traces: TracesTable,
+service::settings! {
+    /// All settings as they take effect: the tables of the settings file. [`Config::problems`]
+    /// checks them.
+    pub struct Config {
+        /// Control ports of the worker agents, as `http://host:port` or `https://host:port`.
+        workers: Vec<String>;
+        discovery: DiscoveryTable;
+        listen: ListenTable;
+        limits: LimitsTable;
+        timeouts: TimeoutsTable;
+        connections: ConnectionSettings;
+        placement: PlacementTable;
+        models: ModelsTable;
+        auth: AuthTable;
+        tls: TlsTable;
+        agents: AgentsTable;
+        claims: ClaimsTable;
+        log: LogTable;
+        traces: TracesTable;
+    }
 }
 
 /// The command line. Settings that it leaves out come from the file, then from the defaults.

@@ -24,7 +24,6 @@ use std::{
 
 use clap::Parser;
 use http::{HeaderValue, Uri};
-use serde::{Deserialize, Serialize};
 use service::{
     server::ConnectionSettings,
     settings::{self, Problems},
@@ -80,42 +79,27 @@ pub struct Args {
     pub check_config: bool,
 }
 
-/// The settings in effect.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Config {
-    /// The name of this agent, unique in the fleet. Empty: the control address.
-    pub worker_id: String,
-    /// The engine beside the agent, and how the agent calls and watches it.
-    pub engine: EngineTable,
-    /// The addresses of the agent's ports.
-    pub listen: ListenTable,
-    /// The addresses of the ports as routers see them.
-    pub advertise: AdvertiseTable,
-    /// The routers to which the agent announces itself.
-    pub announce: AnnounceTable,
-    /// How long sessions are kept, and how much of the engine pinned sessions may hold.
-    pub sessions: SessionsTable,
-    /// The bounds on turns and their bodies.
-    pub limits: LimitsTable,
-    /// The clients' connections.
-    pub connections: ConnectionSettings,
-    /// The load reports to routers.
-    pub reports: ReportsTable,
-    /// The end of the agent.
-    pub shutdown: ShutdownTable,
-    /// The audits of the KV pool's pages.
-    pub audit: AuditTable,
-    /// The agent's files and sockets.
-    pub files: FilesTable,
-    /// The GPUs that the agent reads.
-    pub gpu: GpuTable,
-    /// The certificates of the data and control port.
-    pub tls: TlsTable,
-    /// How the agent recognizes routers, and who may use the admin port.
-    pub auth: AuthTable,
-    /// Where the spans of turns go.
-    pub traces: TracesTable,
+service::settings! {
+    /// The settings in effect.
+    pub struct Config {
+        /// The name of this agent, unique in the fleet. Empty: the control address.
+        worker_id: String;
+        engine: EngineTable;
+        listen: ListenTable;
+        advertise: AdvertiseTable;
+        announce: AnnounceTable;
+        sessions: SessionsTable;
+        limits: LimitsTable;
+        connections: ConnectionSettings;
+        reports: ReportsTable;
+        shutdown: ShutdownTable;
+        audit: AuditTable;
+        files: FilesTable;
+        gpu: GpuTable;
+        tls: TlsTable;
+        auth: AuthTable;
+        traces: TracesTable;
+    }
 }
 
 impl Config {

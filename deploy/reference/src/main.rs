@@ -8,7 +8,6 @@ mod http_api;
 mod metrics;
 mod page;
 mod settings;
-mod source;
 
 use std::{
     fs,

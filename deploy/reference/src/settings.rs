@@ -1,32 +1,22 @@
 //! Makes the pages of settings: each key with its bounds, its default and the reason.
 //!
-//! What a key sets, and why its default is as it is, comes from the comments of the source. The
-//! default comes from the binary's own `Config`. The bounds are found by asking the binary's own
-//! check about values.
+//! What a key sets, and why its default is as it is, comes from its declaration. The default comes
+//! from the binary's own `Config`. The bounds are found by asking the binary's own check about
+//! values.
 
 use std::{fs, path::Path};
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
+use service::settings::table::{self, Key, Values};
 use toml::Value;
 
-use crate::{
-    page::{Cell, Page, Table, grouped},
-    root,
-    source::{Field, Settings},
-};
-
-/// The sources of settings that both binaries have.
-const COMMON: [&str; 3] = [
-    "proto/service/src/auth.rs",
-    "proto/service/src/server/settings.rs",
-    "proto/service/src/traces/settings.rs",
-];
+use crate::page::{Cell, Page, Table, grouped};
 
 const COLUMNS: &[&str] = &["key", "values", "default", "sets", "why this default", "more"];
 
 struct Binary {
-    source: Settings,
+    table: &'static table::Table,
     defaults: Value,
     problems: fn(&Path) -> Vec<String>,
 }
@@ -34,9 +24,8 @@ struct Binary {
 pub(crate) fn agent() -> anyhow::Result<Page> {
     use worker_agent::config::{Args, Config};
 
-    let names = ["config", "config/tables", "config/access", "config/announce", "config/auth"];
     let binary = Binary {
-        source: read_source("worker-agent", &names)?,
+        table: Config::TABLE,
         defaults: Value::try_from(Config::default())?,
         problems: |path| {
             let args = [Path::new("berth-agent"), Path::new("--config"), path];
@@ -52,17 +41,8 @@ pub(crate) fn agent() -> anyhow::Result<Page> {
 pub(crate) fn router() -> anyhow::Result<Page> {
     use router::config::{Args, Config};
 
-    let names = [
-        "config",
-        "config/tables",
-        "config/access",
-        "config/auth",
-        "config/claims",
-        "config/discovery",
-        "config/jwt",
-    ];
     let binary = Binary {
-        source: read_source("router", &names)?,
+        table: Config::TABLE,
         defaults: Value::try_from(Config::default())?,
         problems: |path| {
             let worker = Path::new("--worker=http://127.0.0.1:31001");
@@ -74,12 +54,6 @@ pub(crate) fn router() -> anyhow::Result<Page> {
         },
     };
     make_page("Settings of the router", "router", &binary, &Args::command())
-}
-
-fn read_source(package: &str, names: &[&str]) -> anyhow::Result<Settings> {
-    let own: Vec<String> = names.iter().map(|name| format!("{package}/src/{name}.rs")).collect();
-    let paths: Vec<&str> = COMMON.into_iter().chain(own.iter().map(String::as_str)).collect();
-    Settings::read(&root(), &paths)
 }
 
 fn make_page(
@@ -100,18 +74,8 @@ fn make_page(
     );
     page.add_text("## Flags");
     page.add_table(flags(command));
-    page.add_text("## Keys outside tables");
     let folder = tempfile::tempdir()?;
-    let file = folder.path().join("settings.toml");
-    let fields = binary.source.structs.get("Config").context("the sources have no Config")?;
-    let is_table = |field: &Field| binary.source.structs.contains_key(&field.type_name);
-    let (tables, keys): (Vec<&Field>, Vec<&Field>) =
-        fields.iter().partition(|field| is_table(field));
-    let rows = keys.iter().map(|field| binary.row("Config", "", field, &file));
-    page.add_table(Table { columns: COLUMNS, rows: rows.collect::<anyhow::Result<_>>()? });
-    for table in tables {
-        binary.add_table(&mut page, "", table, &file)?;
-    }
+    binary.add_table(&mut page, "", binary.table, &folder.path().join("settings.toml"))?;
     Ok(page)
 }
 
@@ -127,42 +91,39 @@ fn flags(command: &clap::Command) -> Table {
 }
 
 impl Binary {
-    /// Also adds the tables below this one.
+    /// Also adds the tables below this one. The table without a name has them all.
     fn add_table(
         &self,
         page: &mut Page,
-        parent: &str,
-        table: &Field,
+        name: &str,
+        table: &table::Table,
         file: &Path,
     ) -> anyhow::Result<()> {
-        let name = format!("{parent}{}", table.name);
-        page.add_text(&format!("## `[{name}]`\n\n{}", table.doc));
-        let fields = &self.source.structs[&table.type_name];
-        let is_table = |field: &&Field| self.source.structs.contains_key(&field.type_name);
-        let prefix = format!("{name}.");
-        let keys = fields.iter().filter(|field| !is_table(field));
-        let rows = keys.map(|field| self.row(&table.type_name, &prefix, field, file));
-        page.add_table(Table { columns: COLUMNS, rows: rows.collect::<anyhow::Result<_>>()? });
-        for table in fields.iter().filter(is_table) {
-            self.add_table(page, &prefix, table, file)?;
+        let (heading, prefix) = match name {
+            "" => ("## Keys outside tables".to_owned(), String::new()),
+            _ => (format!("## `[{name}]`\n\n{}", paragraphs(table.doc).0), format!("{name}.")),
+        };
+        page.add_text(&heading);
+        let mut rows = vec![];
+        let mut tables = vec![];
+        for key in table.keys {
+            let name = format!("{prefix}{}", key.name);
+            match key.values {
+                Values::Table(table) => tables.push((name, table)),
+                _ => rows.push(self.row(&name, key, file)?),
+            }
         }
-        Ok(())
+        page.add_table(Table { columns: COLUMNS, rows });
+        tables.iter().try_for_each(|(name, table)| self.add_table(page, name, table, file))
     }
 
-    fn row(
-        &self,
-        type_name: &str,
-        prefix: &str,
-        field: &Field,
-        file: &Path,
-    ) -> anyhow::Result<Vec<Cell>> {
-        let key = format!("{prefix}{}", field.name);
-        let default = key.split('.').try_fold(&self.defaults, |value, part| value.get(part));
-        let default = default.with_context(|| format!("{key} has no default"))?;
+    fn row(&self, name: &str, key: &Key, file: &Path) -> anyhow::Result<Vec<Cell>> {
+        let default = name.split('.').try_fold(&self.defaults, |value, part| value.get(part));
+        let default = default.with_context(|| format!("{name} has no default"))?;
         let accepts = |value: &Value| {
-            fs::write(file, format!("{key} = {value}")).is_ok() && (self.problems)(file).is_empty()
+            fs::write(file, format!("{name} = {value}")).is_ok() && (self.problems)(file).is_empty()
         };
-        let unit = unit_of(&field.name);
+        let unit = unit_of(key.name);
         let values = match default {
             Value::Integer(number) => {
                 let bounds = bounds(*number, |number| accepts(&Value::Integer(number)));
@@ -174,37 +135,42 @@ impl Binary {
                 let from = if is_legal(0.0) { "0" } else { "more than 0," };
                 if is_share { format!("{from} to 1") } else { "number".to_owned() }
             }
-            Value::Boolean(_) => "`true`, `false`".to_owned(),
-            _ => self.text_values(field),
+            _ => shown_values(&key.values),
         };
-        let variants = self.source.enums.get(&field.type_name).into_iter().flatten();
-        let meanings = variants.map(|(name, doc)| format!(" `\"{}\"`: {doc}", name.to_lowercase()));
-        let sets = meanings.fold(field.doc.clone(), |sets, meaning| sets + &meaning);
-        let reason = self.source.reason(type_name, &field.name);
-        let cells = [format!("`{key}`"), values, shown_default(default, unit), sets, reason];
+        let (mut sets, reason) = paragraphs(key.doc);
+        if let Values::OneOf(texts) = key.values {
+            for (text, doc) in texts {
+                sets += &format!(" `\"{text}\"`: {}", paragraphs(doc).0);
+            }
+        }
+        let cells = [format!("`{name}`"), values, shown_default(default, unit), sets, reason];
         Ok(cells.map(Cell::Made).into_iter().chain([Cell::ByHand]).collect())
     }
+}
 
-    fn text_values(&self, field: &Field) -> String {
-        let (is_list, of) = match field.type_name.as_str() {
-            "Vec" => (true, &field.element),
-            name => (false, &name.to_owned()),
-        };
-        let values = match of.as_str() {
-            "PathBuf" => "path",
-            "BTreeMap" => "table of texts",
-            "SocketAddr" => "`address:port`",
-            name => match self.source.enums.get(name) {
-                Some(variants) if is_list => {
-                    let names = variants.iter().map(|(name, _)| format!("`\"{name}\"`"));
-                    &names.collect::<Vec<_>>().join(", ")
-                }
-                Some(_) => "one of those named here",
-                None => "text",
-            },
-        };
-        if is_list { format!("list: {values}") } else { values.to_owned() }
+fn shown_values(values: &Values) -> String {
+    match values {
+        Values::Any(kind) => (*kind).to_owned(),
+        Values::List(Values::OneOf(texts)) => {
+            let texts: Vec<String> =
+                texts.iter().map(|(text, _)| format!("`\"{text}\"`")).collect();
+            format!("list: {}", texts.join(", "))
+        }
+        Values::List(of) => format!("list: {}", shown_values(of)),
+        Values::OneOf(_) => "one of those named here".to_owned(),
+        Values::Table(_) => "table".to_owned(),
     }
+}
+
+/// The first two paragraphs of a doc comment, each on one line, without links into the code.
+fn paragraphs(doc: &str) -> (String, String) {
+    let lines: Vec<&str> = doc.lines().map(str::trim).collect();
+    let mut paragraphs = lines.split(|line| line.is_empty());
+    let mut next = || {
+        let text = paragraphs.next().unwrap_or_default().join(" ");
+        text.replace("[`", "`").replace("`]", "`")
+    };
+    (next(), next())
 }
 
 /// Units come last, before the bound.

@@ -9,19 +9,16 @@ pub mod key_file;
 pub mod keys;
 pub mod origin;
 
-use serde::{Deserialize, Serialize};
-
 use crate::refusal::{Code, Refusal};
 
-/// Who may read `/metrics` on an admin port.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MetricsAuth {
-    /// Requests with a scrape key or an admin key, if there is a key file.
-    #[default]
-    Key,
-    /// Everybody who reaches the port.
-    None,
+crate::settings! {
+    /// Who may read `/metrics` on an admin port.
+    pub enum MetricsAuth {
+        /// Requests with a scrape key or an admin key, if there is a key file.
+        Key = "key",
+        /// Everybody who reaches the port.
+        None = "none",
+    }
 }
 
 /// `reason` says what is wrong with the credential.

@@ -5,40 +5,40 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use service::{
     router_token::Tokens,
     tls::{ServerName, client::ClientFiles, server::ServerFiles},
 };
 
-/// `[tls]`: the certificate that clients see at the data port. Both keys are empty by default: a
-/// laptop needs no TLS, and a load balancer in front may have it.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TlsTable {
-    /// The PEM file of the router's certificate and the intermediate ones. Empty: no TLS.
-    pub cert: PathBuf,
-    /// The PEM file of the private key of `cert`.
-    pub key: PathBuf,
-}
+service::settings! {
+    /// The certificate that clients see.
+    ///
+    /// Both keys are empty by default: a laptop needs no TLS, and a load balancer in front may have
+    /// it.
+    pub struct TlsTable {
+        /// The PEM file of the router's certificate and the intermediate ones. Empty: no TLS.
+        cert: PathBuf;
+        /// The PEM file of the private key of `cert`.
+        key: PathBuf;
+    }
 
-/// `[agents]`: how the router proves itself to agents, and recognizes them. All keys are empty by
-/// default, for agents on the router's host.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AgentsTable {
-    /// The PEM file of the CAs that sign the agents' certificates. Needed for `https` workers.
-    pub ca: PathBuf,
-    /// The PEM file of the certificate that the router shows to agents. Empty: none.
-    pub cert: PathBuf,
-    /// The PEM file of the private key of `cert`.
-    pub key: PathBuf,
-    /// The name that the certificate of every agent must have. Empty: the agent's host, as in
-    /// `workers`.
-    pub server_name: String,
-    /// The file of the tokens by which this router and its agents recognize each other. With it,
-    /// only agents that hold its first token get prompts. Empty: none.
-    pub token_file: PathBuf,
+    /// How the router proves itself to agents, and recognizes them.
+    ///
+    /// All keys are empty by default, for agents on the router's host.
+    pub struct AgentsTable {
+        /// The PEM file of the CAs that sign the agents' certificates. Needed for `https` workers.
+        ca: PathBuf;
+        /// The PEM file of the certificate that the router shows to agents. Empty: none.
+        cert: PathBuf;
+        /// The PEM file of the private key of `cert`.
+        key: PathBuf;
+        /// The name that the certificate of every agent must have. Empty: the agent's host, as in
+        /// `workers`.
+        server_name: String;
+        /// The file of the tokens by which this router and its agents recognize each other. With
+        /// it, only agents that hold its first token get prompts. Empty: none.
+        token_file: PathBuf;
+    }
 }
 
 /// Returns the path in a setting, or `None` if the setting is empty.

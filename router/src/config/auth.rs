@@ -8,51 +8,45 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
 use service::auth::{MetricsAuth, gate, key_file};
 
 use super::jwt::JwtTable;
 
-/// What the router does without a source of credentials.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum AuthMode {
-    /// Serves only its own host.
-    #[default]
-    Auto,
-    /// Serves everybody who reaches it. Something before the router must check the clients.
-    None,
+service::settings! {
+    /// What the router does without a source of credentials.
+    pub enum AuthMode {
+        /// Serves only its own host.
+        Auto = "auto",
+        /// Serves everybody who reaches it. Something before the router must check the clients.
+        None = "none",
+    }
+
+    /// Which clients may share KV in the engines' caches.
+    pub enum CacheIsolation {
+        /// All: equal prompts of different clients are computed once.
+        None = "none",
+        /// Those of one principal.
+        Principal = "principal",
+    }
 }
 
-/// Which clients may share KV in the engines' caches.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CacheIsolation {
-    /// All: equal prompts of different clients are computed once.
-    #[default]
-    None,
-    /// Those of one principal.
-    Principal,
-}
-
-/// The table `[auth]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AuthTable {
-    /// Whether the router serves other hosts without checking credentials. The default doesn't:
-    /// that is safe, and enough for a laptop.
-    pub mode: AuthMode,
-    /// The file of API keys. Empty: there are no keys.
-    pub keys_file: PathBuf,
-    /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
-    /// what others do. "none" is for scrapers that can't send a header.
-    pub metrics_auth: MetricsAuth,
-    /// Which clients may share KV. The default shares all, because most fleets serve one
-    /// organization, and a shared system prompt is computed once. "principal" is for clients that
-    /// must not find out each other's prompts by guessing.
-    pub cache_isolation: CacheIsolation,
-    /// Which tokens of an identity provider are accepted, besides keys.
-    pub jwt: JwtTable,
+service::settings! {
+    /// Who may send requests.
+    pub struct AuthTable {
+        /// Whether the router serves other hosts without checking credentials. The default doesn't:
+        /// that is safe, and enough for a laptop.
+        mode: AuthMode = AuthMode::Auto;
+        /// The file of API keys. Empty: there are no keys.
+        keys_file: PathBuf;
+        /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
+        /// what others do. "none" is for scrapers that can't send a header.
+        metrics_auth: MetricsAuth = MetricsAuth::Key;
+        /// Which clients may share KV. The default shares all, because most fleets serve one
+        /// organization, and a shared system prompt is computed once. "principal" is for clients
+        /// that must not find out each other's prompts by guessing.
+        cache_isolation: CacheIsolation = CacheIsolation::None;
+        jwt: JwtTable;
+    }
 }
 
 impl AuthTable {

@@ -10,89 +10,72 @@ use std::{
 
 use http::Uri;
 use proto::placement_claim::TTL_MAX;
-use serde::{Deserialize, Serialize};
 use service::tls::client::ClientFiles;
 
 use super::access::path_if_set;
-
-/// The default time for a place that did not answer its last question. In one network a claim takes
-/// a millisecond; a first turn computes its whole prompt, so that it hardly notices 20 ms.
-pub const DEADLINE_MS: u64 = 20;
-/// The default time for a place that answered its last question. A long prompt that is computed on
-/// two workers takes seconds of a GPU, so a first turn had better wait for a place that is busy.
-pub const PATIENCE_MS: u64 = 500;
-/// The default life of a claim. It must cover the time from a session's placement until its agent
-/// has reported it, which is milliseconds after the turn has reached the agent. Turns may wait for
-/// seconds before that, while their prompts are computed in stages.
-pub const TTL_MS: u64 = 30_000;
 
 /// The most members of an etcd cluster that the settings name. Clusters have three or five.
 const ETCD_URLS_MAX: usize = 9;
 /// The longest beginning of a store's keys.
 const PREFIX_BYTES_MAX: usize = 64;
 
-/// Where claims are held.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum StoreName {
-    /// At the agents. Nothing else has to run.
-    #[default]
-    Agents,
-    /// In this process, which must be the only router.
-    Memory,
-    /// In Redis, one server.
-    Redis,
-    /// In etcd, one member of a cluster at a time.
-    Etcd,
+service::settings! {
+    /// Where claims are held.
+    pub enum StoreName {
+        /// At the agents. Nothing else has to run.
+        Agents = "agents",
+        /// In this process, which must be the only router.
+        Memory = "memory",
+        /// In Redis, one server.
+        Redis = "redis",
+        /// In etcd, one member of a cluster at a time.
+        Etcd = "etcd",
+    }
 }
 
-/// The table `[claims]`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ClaimsTable {
-    /// Where claims are held. All routers of a fleet must have the same setting.
-    pub store: StoreName,
-    /// How long the store or an agent that did not answer its last question may take for a claim.
-    /// Then the next is asked.
-    pub deadline_ms: u64,
-    /// How long the store or an agent that answered its last question may take.
-    pub patience_ms: u64,
-    /// How long a claim holds, unless it is renewed.
-    pub ttl_ms: u64,
-    /// Where the store is: one URL of Redis (`redis://host:6379/0`, `rediss://` with TLS), or those
-    /// of the members of an etcd cluster (`http://host:2379`, `https://` with TLS).
-    pub urls: Vec<String>,
-    /// What the keys in the store begin with. Fleets that share a store have different ones.
-    pub prefix: String,
-    /// The user's name at the store. Empty: Redis' default user; no user of etcd.
-    pub user: String,
-    /// The file with the password. Empty: none.
-    pub password_file: PathBuf,
-    /// The PEM file of the CAs that sign the store's certificate. Needed with TLS.
-    pub ca: PathBuf,
-    /// The PEM file of the certificate that the router shows to the store. Empty: none.
-    pub cert: PathBuf,
-    /// The PEM file of the private key of `cert`.
-    pub key: PathBuf,
-}
-
-impl Default for ClaimsTable {
-    fn default() -> Self {
-        Self {
-            // Nothing else has to run.
-            store: StoreName::default(),
-            deadline_ms: DEADLINE_MS,
-            patience_ms: PATIENCE_MS,
-            ttl_ms: TTL_MS,
-            urls: vec![],
-            // Most fleets have a store of their own.
-            prefix: "berth".to_owned(),
-            user: String::new(),
-            password_file: PathBuf::new(),
-            ca: PathBuf::new(),
-            cert: PathBuf::new(),
-            key: PathBuf::new(),
-        }
+service::settings! {
+    /// How this router and others agree on the workers of new sessions.
+    pub struct ClaimsTable {
+        /// Where claims are held. All routers of a fleet must have the same setting.
+        ///
+        /// Nothing else has to run.
+        store: StoreName = StoreName::Agents;
+        /// How long the store or an agent that did not answer its last question may take for a
+        /// claim. Then the next is asked.
+        ///
+        /// The default time for a place that did not answer its last question. In one network a
+        /// claim takes a millisecond; a first turn computes its whole prompt, so that it hardly
+        /// notices 20 ms.
+        deadline_ms: u64 = 20;
+        /// How long the store or an agent that answered its last question may take.
+        ///
+        /// The default time for a place that answered its last question. A long prompt that is
+        /// computed on two workers takes seconds of a GPU, so a first turn had better wait for a
+        /// place that is busy.
+        patience_ms: u64 = 500;
+        /// How long a claim holds, unless it is renewed.
+        ///
+        /// The default life of a claim. It must cover the time from a session's placement until its
+        /// agent has reported it, which is milliseconds after the turn has reached the agent. Turns
+        /// may wait for seconds before that, while their prompts are computed in stages.
+        ttl_ms: u64 = 30_000;
+        /// Where the store is: one URL of Redis (`redis://host:6379/0`, `rediss://` with TLS), or
+        /// those of the members of an etcd cluster (`http://host:2379`, `https://` with TLS).
+        urls: Vec<String>;
+        /// What the keys in the store begin with. Fleets that share a store have different ones.
+        ///
+        /// Most fleets have a store of their own.
+        prefix: String = "berth".to_owned();
+        /// The user's name at the store. Empty: Redis' default user; no user of etcd.
+        user: String;
+        /// The file with the password. Empty: none.
+        password_file: PathBuf;
+        /// The PEM file of the CAs that sign the store's certificate. Needed with TLS.
+        ca: PathBuf;
+        /// The PEM file of the certificate that the router shows to the store. Empty: none.
+        cert: PathBuf;
+        /// The PEM file of the private key of `cert`.
+        key: PathBuf;
     }
 }
 

@@ -4,100 +4,61 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use service::reload::Source;
 
 use super::{AGENTS_MAX, control_authority};
 
-/// The default shortest time between two look-ups of a name. An answer with a shorter time to live
-/// would have the router ask all the time.
-const DNS_TTL_MS_MIN: u64 = 1_000;
-/// The default longest time between two look-ups of a name. Names of agents change with every
-/// rolling update, and some servers give out times to live of hours.
-const DNS_TTL_MS_MAX: u64 = 30_000;
+service::settings! {
+    /// Where the router learns of further agents.
+    pub struct DiscoveryTable {
+        /// The file that lists agents (TOML or JSON). Empty: none.
+        file: PathBuf;
+        /// Whether agents may announce themselves, with keys that have the right `announce`.
+        announce: bool = false;
+        /// The most agents that one key may have announced at a time.
+        ///
+        /// With half of the places, no key can fill them alone.
+        announced_per_key_max: usize = AGENTS_MAX / 2;
+        dns: DnsTable;
+        kubernetes: KubernetesTable;
+    }
 
-/// `[discovery]`: the sources of agents besides the setting `workers`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DiscoveryTable {
-    /// The file that lists agents (TOML or JSON). Empty: none.
-    pub file: PathBuf,
-    /// Whether agents may announce themselves, with keys that have the right `announce`.
-    pub announce: bool,
-    /// The most agents that one key may have announced at a time.
-    pub announced_per_key_max: usize,
     /// Names of the Domain Name System.
-    pub dns: DnsTable,
+    pub struct DnsTable {
+        /// The names, each as the URL of a control port: `http://host:port` stands for all
+        /// addresses of the host, and `srv+http://name` for all targets of its SRV records. Empty:
+        /// none.
+        names: Vec<String>;
+        /// Shortest time between two look-ups.
+        ///
+        /// The default shortest time between two look-ups of a name. An answer with a shorter time
+        /// to live would have the router ask all the time.
+        ttl_ms_min: u64 = 1_000;
+        /// Longest time between two look-ups.
+        ///
+        /// The default longest time between two look-ups of a name. Names of agents change with
+        /// every rolling update, and some servers give out times to live of hours.
+        ttl_ms_max: u64 = 30_000;
+        /// The servers to ask. Empty: those of the system.
+        servers: Vec<SocketAddr>;
+    }
+
     /// Endpoint slices of a Kubernetes cluster.
-    pub kubernetes: KubernetesTable,
-}
-
-impl Default for DiscoveryTable {
-    fn default() -> Self {
-        Self {
-            file: PathBuf::new(),
-            announce: false,
-            // With half of the places, no key can fill them alone.
-            announced_per_key_max: AGENTS_MAX / 2,
-            dns: DnsTable::default(),
-            kubernetes: KubernetesTable::default(),
-        }
-    }
-}
-
-/// `[discovery.dns]`: agents by their names in the Domain Name System.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DnsTable {
-    /// The names, each as the URL of a control port: `http://host:port` stands for all addresses of
-    /// the host, and `srv+http://name` for all targets of its SRV records. Empty: none.
-    pub names: Vec<String>,
-    /// Shortest time between two look-ups.
-    pub ttl_ms_min: u64,
-    /// Longest time between two look-ups.
-    pub ttl_ms_max: u64,
-    /// The servers to ask. Empty: those of the system.
-    pub servers: Vec<SocketAddr>,
-}
-
-impl Default for DnsTable {
-    fn default() -> Self {
-        Self {
-            names: vec![],
-            ttl_ms_min: DNS_TTL_MS_MIN,
-            ttl_ms_max: DNS_TTL_MS_MAX,
-            servers: vec![],
-        }
-    }
-}
-
-/// `[discovery.kubernetes]`: agents by the endpoint slices of their service.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct KubernetesTable {
-    /// The label selector of the slices, such as `kubernetes.io/service-name=berth-agents`. Empty:
-    /// the cluster isn't asked.
-    pub selector: String,
-    /// The namespace of the slices. Empty: that of the router's own pod or kubeconfig.
-    pub namespace: String,
-    /// The name of the agents' control port in the slices.
-    pub port_name: String,
-    /// Whether the control ports speak TLS.
-    pub tls: bool,
-    /// The kubeconfig file. Empty: the service account of the router's own pod.
-    pub kubeconfig: PathBuf,
-}
-
-impl Default for KubernetesTable {
-    fn default() -> Self {
-        Self {
-            selector: String::new(),
-            namespace: String::new(),
-            // The name that the Helm chart gives to the port.
-            port_name: "control".to_owned(),
-            tls: false,
-            kubeconfig: PathBuf::new(),
-        }
+    pub struct KubernetesTable {
+        /// The label selector of the slices, such as `kubernetes.io/service-name=berth-agents`.
+        /// Empty: the cluster isn't asked.
+        selector: String;
+        /// The namespace of the slices. Empty: that of the router's own pod or kubeconfig.
+        namespace: String;
+        /// The name of the agents' control port in the slices.
+        ///
+        /// The name that the Helm chart gives to the port.
+        port_name: String = "control".to_owned();
+        /// Whether the control ports speak TLS.
+        tls: bool = false;
+        /// The kubeconfig file. Empty: the service account of the router's own pod.
+        kubeconfig: PathBuf;
     }
 }
 

@@ -3,80 +3,68 @@
 use std::path::PathBuf;
 
 use http::Uri;
-use serde::{Deserialize, Serialize, de::IgnoredAny};
+use serde::de::IgnoredAny;
 use service::reload::Source;
 
 /// The longest JWKS of a URL, in bytes. A key takes about 2 KiB with its certificates.
 pub(crate) const JWKS_BYTES_MAX: u64 = 256 * 1024;
 
-/// A signature algorithm of tokens. Algorithms with shared secrets are not among them: whoever can
-/// check such a token can also make one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum JwtAlgorithm {
-    /// RSA (PKCS #1) with SHA-256.
-    RS256,
-    /// RSA (PKCS #1) with SHA-384.
-    RS384,
-    /// RSA (PKCS #1) with SHA-512.
-    RS512,
-    /// RSA (PSS) with SHA-256.
-    PS256,
-    /// RSA (PSS) with SHA-384.
-    PS384,
-    /// RSA (PSS) with SHA-512.
-    PS512,
-    /// ECDSA with P-256 and SHA-256.
-    ES256,
-    /// ECDSA with P-384 and SHA-384.
-    ES384,
-    /// Ed25519.
-    EdDSA,
+service::settings! {
+    /// A signature algorithm of tokens. Algorithms with shared secrets are not among them: whoever
+    /// can check such a token can also make one.
+    pub enum JwtAlgorithm {
+        /// RSA (PKCS #1) with SHA-256.
+        RS256 = "RS256",
+        /// RSA (PKCS #1) with SHA-384.
+        RS384 = "RS384",
+        /// RSA (PKCS #1) with SHA-512.
+        RS512 = "RS512",
+        /// RSA (PSS) with SHA-256.
+        PS256 = "PS256",
+        /// RSA (PSS) with SHA-384.
+        PS384 = "PS384",
+        /// RSA (PSS) with SHA-512.
+        PS512 = "PS512",
+        /// ECDSA with P-256 and SHA-256.
+        ES256 = "ES256",
+        /// ECDSA with P-384 and SHA-384.
+        ES384 = "ES384",
+        /// Ed25519.
+        EdDSA = "EdDSA",
+    }
 }
 
-/// The table `[auth.jwt]`. Tokens are accepted if `jwks` is set.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct JwtTable {
-    /// The issuer (`iss`) of accepted tokens.
-    pub issuer: String,
-    /// The audience (`aud`) of accepted tokens: the router's name at the issuer.
-    pub audience: String,
-    /// The issuer's public keys (JWKS): a path, or an `http://` or `https://` URL. Empty: no tokens
-    /// are accepted.
-    pub jwks: String,
-    /// The CA certificates (PEM) of the URL's server. Empty: the system's.
-    pub ca_file: PathBuf,
-    /// The accepted algorithms. The defaults are what identity providers use.
-    pub algorithms: Vec<JwtAlgorithm>,
-    /// The claim with the client's name. The default is the subject, which every token has.
-    pub principal_claim: String,
-    /// The claim with the client's limits, in the form of `limits` in a key file. Empty, as by
-    /// default: tokens have no limits of their own.
-    pub limits_claim: String,
-    /// The claim that makes its client an admin if it is, or contains, `admin_value`. Empty, as by
-    /// default: no token does.
-    pub admin_claim: String,
-    /// See `admin_claim`.
-    pub admin_value: String,
-    /// How many seconds the clocks of issuer and router may differ.
-    pub leeway_s: u64,
-}
-
-impl Default for JwtTable {
-    fn default() -> Self {
-        Self {
-            issuer: String::new(),
-            audience: String::new(),
-            jwks: String::new(),
-            ca_file: PathBuf::new(),
-            algorithms: vec![JwtAlgorithm::RS256, JwtAlgorithm::ES256, JwtAlgorithm::EdDSA],
-            principal_claim: "sub".to_owned(),
-            limits_claim: String::new(),
-            admin_claim: String::new(),
-            admin_value: String::new(),
-            // Servers with NTP differ by less than a second; a minute covers those that lost it.
-            leeway_s: 60,
-        }
+service::settings! {
+    /// Which tokens of an identity provider are accepted, besides keys.
+    ///
+    /// Tokens are accepted if `jwks` is set.
+    pub struct JwtTable {
+        /// The issuer (`iss`) of accepted tokens.
+        issuer: String;
+        /// The audience (`aud`) of accepted tokens: the router's name at the issuer.
+        audience: String;
+        /// The issuer's public keys (JWKS): a path, or an `http://` or `https://` URL. Empty: no
+        /// tokens are accepted.
+        jwks: String;
+        /// The CA certificates (PEM) of the URL's server. Empty: the system's.
+        ca_file: PathBuf;
+        /// The accepted algorithms. The defaults are what identity providers use.
+        algorithms: Vec<JwtAlgorithm> =
+            vec![JwtAlgorithm::RS256, JwtAlgorithm::ES256, JwtAlgorithm::EdDSA];
+        /// The claim with the client's name. The default is the subject, which every token has.
+        principal_claim: String = "sub".to_owned();
+        /// The claim with the client's limits, in the form of `limits` in a key file. Empty, as by
+        /// default: tokens have no limits of their own.
+        limits_claim: String;
+        /// The claim that makes its client an admin if it is, or contains, `admin_value`. Empty, as
+        /// by default: no token does.
+        admin_claim: String;
+        /// See `admin_claim`.
+        admin_value: String;
+        /// How many seconds the clocks of issuer and router may differ.
+        ///
+        /// Servers with NTP differ by less than a second; a minute covers those that lost it.
+        leeway_s: u64 = 60;
     }
 }
 

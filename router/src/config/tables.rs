@@ -3,71 +3,9 @@
 //! [`super::Config`] has one field for each table, under the table's name in the file. A key is
 //! named `table.key` in messages. `super` loads and checks the settings.
 
-use std::{
-    collections::BTreeMap,
-    net::{Ipv4Addr, SocketAddr},
-    path::PathBuf,
-};
+use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
 use http::HeaderName;
-use serde::{Deserialize, Serialize};
-
-/// The default address for clients. It is loopback, so that nothing is exposed by accident.
-pub const DATA_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8080);
-/// The default address for operators (metrics and health).
-pub const ADMIN_ADDR: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
-/// The default largest request body, in bytes. A transcript of 1M tokens is about 5 MiB of JSON,
-/// and ten times as much with images.
-pub const BODY_BYTES_MAX: usize = 64 << 20;
-/// The default bound on the bytes of all request bodies in memory. It is enough for eight of the
-/// largest bodies, or for a thousand usual ones.
-pub const BODY_BYTES_IN_FLIGHT_MAX: usize = 512 << 20;
-/// The default age of a worker's last load report at which the worker is stale. Agents report every
-/// 500 ms by default, so a stale worker has missed six reports. With a shorter time, the workers of
-/// a busy agent would be stale. With a longer time, the router would trust a dead agent.
-pub const LOAD_REPORT_AGE_MS_MAX: u64 = 3_000;
-/// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns are
-/// stuck.
-pub const TURN_MS_MAX: u64 = 30 * 60 * 1000;
-/// The default time after which a stream that waits for its first event gets a comment. Many
-/// proxies and clients give up a connection that is silent for 30 s or 60 s.
-pub const WAITING_COMMENT_MS: u64 = 10_000;
-/// The default time limit of connecting to an agent. Inside one data centre a connection takes less
-/// than 1 ms. If the first SYN is lost, TCP would need a second to send another.
-pub const CONNECT_MS_MAX: u64 = 1_000;
-/// The default time limit of draining. Most turns end within 30 s. Longer turns are cut off when
-/// the process ends.
-pub const DRAIN_MS_MAX: u64 = 30_000;
-/// The default time of serving on before the drain. Balancers ask every one to three seconds, and
-/// take some hundred milliseconds to tell their own processes.
-pub const LAME_DUCK_MS: u64 = 5_000;
-/// The default time for which the router remembers an idle session. It is an agent's default, too.
-pub const AFFINITY_IDLE_MS_MAX: u64 = 60 * 60 * 1000;
-/// The default least gain for which a session moves to another worker. Users don't notice less. A
-/// move also has a cost: the KV that it leaves behind occupies the old worker for minutes.
-pub const REBIND_GAIN_MS_MIN: u64 = 500;
-/// The default rate at which KV goes from a prefill engine to a decode engine: an RDMA adapter of
-/// 200 Gb/s, less a fifth. With NVLink it is ten times as fast, over TCP a tenth.
-pub const TRANSFER_BYTES_PER_S: u64 = 20_000_000_000;
-/// The default time for two engines to hand over a prompt's KV. It is the engine's own limit of
-/// waiting for its partner. A long queue of prompts is within it, so that a shorter time would end
-/// turns that only wait.
-pub const BOOTSTRAP_MS_MAX: u64 = 300_000;
-/// The default bound on remembered sessions. A session that this router binds takes about 520
-/// bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So this many
-/// take about 96 MB; with the longest keys, 270 MB.
-pub const SESSIONS_MAX: usize = 100_000;
-/// The default memory of the index of resident blocks. A block on a worker takes about 8 bytes, so
-/// the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.
-pub const OVERLAP_BYTES_MAX: usize = 512 << 20;
-/// The default bound on turns in flight. Each turn has a client's connection, which takes about 40
-/// KiB, and a connection to an agent. The clients' connections of this many turns take 160 MiB.
-pub const TURNS_IN_FLIGHT_MAX: usize = 4_096;
-
-/// The default memory for tokenizing prompts. A prompt takes up to 320 times its new text, so this
-/// is enough for 1.6 MB of new text at once. One turn adds a few kilobytes, and a coding agent
-/// begins a conversation with 100 KB.
-pub const TOKENIZER_BYTES_MAX: usize = 512 << 20;
 
 /// The most aliases of models, and the most headers that the settings add. Each costs a look at
 /// every request that nothing before it fits.
@@ -77,76 +15,76 @@ const NAMES_MAX: usize = 256;
 const NO_SESSION_HEADERS: [&str; 6] =
     ["authorization", "connection", "content-length", "cookie", "host", "x-api-key"];
 
-/// What the router does with a volatile preamble: text at the beginning of a prompt that the client
-/// changes with each request (see [`crate::turn::preamble`]).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PreamblePolicy {
-    /// Removes the preamble from the body, because an engine's cache misses everything after it.
-    #[default]
-    Strip,
-    /// Leaves the body as it is, for engines or models that need the preamble.
-    Keep,
-}
-
-/// `[listen]`: the addresses of the router's ports.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ListenTable {
-    /// Address for clients.
-    pub data_addr: SocketAddr,
-    /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
-    pub admin_addr: SocketAddr,
-    /// Origins whose pages may call the router from a browser, such as `https://chat.example.com`;
-    /// `*` allows all. Empty, the default, allows none: browsers protect what only they can reach.
-    pub cors_origins: Vec<String>,
-    /// Names of hosts under which a router without keys may be reached, besides `localhost`, IP
-    /// addresses and containers' names of their host: those of a proxy that keeps the header
-    /// `Host`. Empty, the default, allows no other on loopback, and all elsewhere.
-    pub allowed_hosts: Vec<String>,
-}
-
-impl Default for ListenTable {
-    fn default() -> Self {
-        Self {
-            data_addr: DATA_ADDR,
-            admin_addr: ADMIN_ADDR,
-            cors_origins: vec![],
-            allowed_hosts: vec![],
-        }
+service::settings! {
+    /// What the router does with a volatile preamble: text at the beginning of a prompt that the
+    /// client changes with each request (see [`crate::turn::preamble`]).
+    pub enum PreamblePolicy {
+        /// Removes the preamble from the body, because an engine's cache misses everything after
+        /// it.
+        Strip = "strip",
+        /// Leaves the body as it is, for engines or models that need the preamble.
+        Keep = "keep",
     }
 }
 
-/// `[limits]`: the bounds on turns, bodies, sessions and memory.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct LimitsTable {
-    /// Most turns at once; a turn beyond that is answered with 429.
-    pub turns_in_flight_max: usize,
-    /// Largest request body in bytes; a larger body is answered with 413.
-    pub body_bytes_max: usize,
-    /// Most bytes of all request bodies in memory; a body beyond that is answered with 429.
-    pub body_bytes_in_flight_max: usize,
-    /// Most sessions that the router binds to workers. Also the most sessions that it takes over
-    /// from each agent's session table.
-    pub sessions_max: usize,
-    /// Most bytes of memory for tokenizing prompts; a prompt beyond that is placed without knowing
-    /// which worker has its KV.
-    pub tokenizer_bytes_max: usize,
-    /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
-    pub overlap_bytes_max: usize,
-}
+service::settings! {
+    /// The addresses of the router's ports.
+    pub struct ListenTable {
+        /// Address for clients.
+        ///
+        /// The default address for clients. It is loopback, so that nothing is exposed by accident.
+        data_addr: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8080));
+        /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
+        ///
+        /// The default address for operators (metrics and health).
+        admin_addr: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8081));
+        /// Origins whose pages may call the router from a browser, such as
+        /// `https://chat.example.com`; `*` allows all. Empty, the default, allows none: browsers
+        /// protect what only they can reach.
+        cors_origins: Vec<String>;
+        /// Names of hosts under which a router without keys may be reached, besides `localhost`, IP
+        /// addresses and containers' names of their host: those of a proxy that keeps the header
+        /// `Host`. Empty, the default, allows no other on loopback, and all elsewhere.
+        allowed_hosts: Vec<String>;
+    }
 
-impl Default for LimitsTable {
-    fn default() -> Self {
-        Self {
-            turns_in_flight_max: TURNS_IN_FLIGHT_MAX,
-            body_bytes_max: BODY_BYTES_MAX,
-            body_bytes_in_flight_max: BODY_BYTES_IN_FLIGHT_MAX,
-            sessions_max: SESSIONS_MAX,
-            tokenizer_bytes_max: TOKENIZER_BYTES_MAX,
-            overlap_bytes_max: OVERLAP_BYTES_MAX,
-        }
+    /// The bounds on turns, bodies, sessions and memory.
+    pub struct LimitsTable {
+        /// Most turns at once; a turn beyond that is answered with 429.
+        ///
+        /// The default bound on turns in flight. Each turn has a client's connection, which takes
+        /// about 40 KiB, and a connection to an agent. The clients' connections of this many turns
+        /// take 160 MiB.
+        turns_in_flight_max: usize = 4_096;
+        /// Largest request body in bytes; a larger body is answered with 413.
+        ///
+        /// The default largest request body, in bytes. A transcript of 1M tokens is about 5 MiB of
+        /// JSON, and ten times as much with images.
+        body_bytes_max: usize = 64 << 20;
+        /// Most bytes of all request bodies in memory; a body beyond that is answered with 429.
+        ///
+        /// The default bound on the bytes of all request bodies in memory. It is enough for eight
+        /// of the largest bodies, or for a thousand usual ones.
+        body_bytes_in_flight_max: usize = 512 << 20;
+        /// Most sessions that the router binds to workers. Also the most sessions that it takes
+        /// over from each agent's session table.
+        ///
+        /// The default bound on remembered sessions. A session that this router binds takes about
+        /// 520 bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So
+        /// this many take about 96 MB; with the longest keys, 270 MB.
+        sessions_max: usize = 100_000;
+        /// Most bytes of memory for tokenizing prompts; a prompt beyond that is placed without
+        /// knowing which worker has its KV.
+        ///
+        /// The default memory for tokenizing prompts. A prompt takes up to 320 times its new text,
+        /// so this is enough for 1.6 MB of new text at once. One turn adds a few kilobytes, and a
+        /// coding agent begins a conversation with 100 KB.
+        tokenizer_bytes_max: usize = 512 << 20;
+        /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
+        ///
+        /// The default memory of the index of resident blocks. A block on a worker takes about 8
+        /// bytes, so the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.
+        overlap_bytes_max: usize = 512 << 20;
     }
 }
 
@@ -163,73 +101,81 @@ impl LimitsTable {
     }
 }
 
-/// `[timeouts]`: the time limits.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TimeoutsTable {
-    /// Time limit of a turn, from its arrival to the end of its answer, retry included.
-    pub turn_ms_max: u64,
-    /// Time limit of connecting to an agent, and of waiting at the start for the agents' first
-    /// session tables.
-    pub connect_ms_max: u64,
-    /// Time limit of the hand-off of a turn's KV from a prefill to a decode engine: from sending
-    /// the turn to both until either has answered.
-    pub bootstrap_ms_max: u64,
-    /// A worker whose last load report is older than this gets no new sessions, unless every
-    /// worker's report is older.
-    pub load_report_age_ms_max: u64,
-    /// Time for which the router serves on after it was told to stop, while its health routes say
-    /// that it isn't ready, so that balancers send nothing more.
-    pub lame_duck_ms: u64,
-    /// Time for running turns to end after that.
-    pub drain_ms_max: u64,
-    /// A stream gets a comment each time that it has waited so long for its first event. 0: none,
-    /// for clients that can't read comments, such as SGLang's `bench_serving`.
-    pub waiting_comment_ms: u64,
-}
-
-impl Default for TimeoutsTable {
-    fn default() -> Self {
-        Self {
-            turn_ms_max: TURN_MS_MAX,
-            connect_ms_max: CONNECT_MS_MAX,
-            bootstrap_ms_max: BOOTSTRAP_MS_MAX,
-            load_report_age_ms_max: LOAD_REPORT_AGE_MS_MAX,
-            lame_duck_ms: LAME_DUCK_MS,
-            drain_ms_max: DRAIN_MS_MAX,
-            waiting_comment_ms: WAITING_COMMENT_MS,
-        }
+service::settings! {
+    /// The time limits.
+    pub struct TimeoutsTable {
+        /// Time limit of a turn, from its arrival to the end of its answer, retry included.
+        ///
+        /// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns
+        /// are stuck.
+        turn_ms_max: u64 = 30 * 60 * 1000;
+        /// Time limit of connecting to an agent, and of waiting at the start for the agents' first
+        /// session tables.
+        ///
+        /// The default time limit of connecting to an agent. Inside one data centre a connection
+        /// takes less than 1 ms. If the first SYN is lost, TCP would need a second to send another.
+        connect_ms_max: u64 = 1_000;
+        /// Time limit of the hand-off of a turn's KV from a prefill to a decode engine: from
+        /// sending the turn to both until either has answered.
+        ///
+        /// The default time for two engines to hand over a prompt's KV. It is the engine's own
+        /// limit of waiting for its partner. A long queue of prompts is within it, so that a
+        /// shorter time would end turns that only wait.
+        bootstrap_ms_max: u64 = 300_000;
+        /// A worker whose last load report is older than this gets no new sessions, unless every
+        /// worker's report is older.
+        ///
+        /// The default age of a worker's last load report at which the worker is stale. Agents
+        /// report every 500 ms by default, so a stale worker has missed six reports. With a shorter
+        /// time, the workers of a busy agent would be stale. With a longer time, the router would
+        /// trust a dead agent.
+        load_report_age_ms_max: u64 = 3_000;
+        /// Time for which the router serves on after it was told to stop, while its health routes
+        /// say that it isn't ready, so that balancers send nothing more.
+        ///
+        /// The default time of serving on before the drain. Balancers ask every one to three
+        /// seconds, and take some hundred milliseconds to tell their own processes.
+        lame_duck_ms: u64 = 5_000;
+        /// Time for running turns to end after that.
+        ///
+        /// The default time limit of draining. Most turns end within 30 s. Longer turns are cut off
+        /// when the process ends.
+        drain_ms_max: u64 = 30_000;
+        /// A stream gets a comment each time that it has waited so long for its first event. 0:
+        /// none, for clients that can't read comments, such as SGLang's `bench_serving`.
+        ///
+        /// The default time after which a stream that waits for its first event gets a comment.
+        /// Many proxies and clients give up a connection that is silent for 30 s or 60 s.
+        waiting_comment_ms: u64 = 10_000;
     }
-}
 
-/// `[placement]`: how turns and sessions are placed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct PlacementTable {
-    /// A session without a turn for longer than this is placed again, unless its agent remembers
-    /// it.
-    pub affinity_idle_ms_max: u64,
-    /// A session moves to another worker if its turn is faster there by at least this time.
-    pub rebind_gain_ms_min: u64,
-    /// Bytes of KV that a prefill engine hands to a decode engine in a second.
-    pub transfer_bytes_per_s: u64,
-    /// Whether the router removes a preamble that a coding agent changes with each request.
-    pub preamble: PreamblePolicy,
-    /// Further headers by which clients name their sessions on their own. They count before those
-    /// that Berth knows.
-    pub session_headers: Vec<String>,
-}
-
-impl Default for PlacementTable {
-    fn default() -> Self {
-        Self {
-            affinity_idle_ms_max: AFFINITY_IDLE_MS_MAX,
-            rebind_gain_ms_min: REBIND_GAIN_MS_MIN,
-            transfer_bytes_per_s: TRANSFER_BYTES_PER_S,
-            // A preamble makes an engine compute the whole prompt with every turn.
-            preamble: PreamblePolicy::default(),
-            session_headers: vec![],
-        }
+    /// How turns and sessions are placed.
+    pub struct PlacementTable {
+        /// A session without a turn for longer than this is placed again, unless its agent
+        /// remembers it.
+        ///
+        /// The default time for which the router remembers an idle session. It is an agent's
+        /// default, too.
+        affinity_idle_ms_max: u64 = 60 * 60 * 1000;
+        /// A session moves to another worker if its turn is faster there by at least this time.
+        ///
+        /// The default least gain for which a session moves to another worker. Users don't notice
+        /// less. A move also has a cost: the KV that it leaves behind occupies the old worker for
+        /// minutes.
+        rebind_gain_ms_min: u64 = 500;
+        /// Bytes of KV that a prefill engine hands to a decode engine in a second.
+        ///
+        /// The default rate at which KV goes from a prefill engine to a decode engine: an RDMA
+        /// adapter of 200 Gb/s, less a fifth. With NVLink it is ten times as fast, over TCP a
+        /// tenth.
+        transfer_bytes_per_s: u64 = 20_000_000_000;
+        /// Whether the router removes a preamble that a coding agent changes with each request.
+        ///
+        /// A preamble makes an engine compute the whole prompt with every turn.
+        preamble: PreamblePolicy = PreamblePolicy::Strip;
+        /// Further headers by which clients name their sessions on their own. They count before
+        /// those that Berth knows.
+        session_headers: Vec<String>;
     }
 }
 
@@ -263,17 +209,18 @@ fn session_header(name: &str) -> Option<HeaderName> {
     (!has_meaning).then_some(header)
 }
 
-/// `[models]`: the names of models, besides those that the engines serve. The engine gets the name
-/// that the client wrote, unless one of both has an adapter.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ModelsTable {
-    /// The model of a turn whose model no engine serves and no alias names. Empty, the default:
-    /// such a turn is answered 404.
-    pub default: String,
-    /// Other names of models, each with the real one: `"claude-*" = "qwen3-coder"`. A `*` stands
-    /// for any characters but a colon. A name that an engine serves stands for itself.
-    pub aliases: BTreeMap<String, String>,
+service::settings! {
+    /// The names of models, besides those that the engines serve.
+    ///
+    /// The engine gets the name that the client wrote, unless one of both has an adapter.
+    pub struct ModelsTable {
+        /// The model of a turn whose model no engine serves and no alias names. Empty, the default:
+        /// such a turn is answered 404.
+        default: String;
+        /// Other names of models, each with the real one: `"claude-*" = "qwen3-coder"`. A `*`
+        /// stands for any characters but a colon. A name that an engine serves stands for itself.
+        aliases: BTreeMap<String, String>;
+    }
 }
 
 impl ModelsTable {
@@ -303,14 +250,15 @@ impl ModelsTable {
     }
 }
 
-/// `[log]`: what the router writes of each request. Logs of the process itself go to standard
-/// error in any case.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct LogTable {
-    /// The file to which the access log adds a line of JSON for each request; `-`: standard output.
-    /// Empty, the default: no access log, because the lines say who works when.
-    pub access: PathBuf,
+service::settings! {
+    /// What the router writes of each request.
+    ///
+    /// Logs of the process itself go to standard error in any case.
+    pub struct LogTable {
+        /// The file to which the access log adds a line of JSON for each request; `-`: standard
+        /// output. Empty, the default: no access log, because the lines say who works when.
+        access: PathBuf;
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
 use service::{
     router_token::Tokens,
     tls::{
@@ -20,21 +19,22 @@ use service::{
 
 use super::{auth::AuthTable, path_if_set};
 
-/// `[tls]`: the certificates of the data and control port. All keys are empty by default: a laptop
-/// and a network with encryption of its own need none.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TlsTable {
-    /// The PEM file of the agent's certificate and the intermediate ones. Empty: no TLS.
-    pub cert: PathBuf,
-    /// The PEM file of the private key of `cert`.
-    pub key: PathBuf,
-    /// The PEM file of the CAs whose certificates routers must show. Empty: routers need no
-    /// certificate.
-    pub client_ca: PathBuf,
-    /// The DNS names or IP addresses of which a router's certificate must have one. Empty: every
-    /// certificate of `client_ca` is a router's.
-    pub client_names: Vec<String>,
+service::settings! {
+    /// The certificates of the data and control port.
+    ///
+    /// All keys are empty by default: a laptop and a network with encryption of its own need none.
+    pub struct TlsTable {
+        /// The PEM file of the agent's certificate and the intermediate ones. Empty: no TLS.
+        cert: PathBuf;
+        /// The PEM file of the private key of `cert`.
+        key: PathBuf;
+        /// The PEM file of the CAs whose certificates routers must show. Empty: routers need no
+        /// certificate.
+        client_ca: PathBuf;
+        /// The DNS names or IP addresses of which a router's certificate must have one. Empty:
+        /// every certificate of `client_ca` is a router's.
+        client_names: Vec<String>;
+    }
 }
 
 impl TlsTable {

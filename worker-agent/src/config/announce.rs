@@ -6,7 +6,6 @@ use std::{
 };
 
 use http::{HeaderValue, Uri};
-use serde::{Deserialize, Serialize};
 use service::{reload::Source, tls::client::ClientFiles};
 
 use super::path_if_set;
@@ -14,32 +13,35 @@ use super::path_if_set;
 /// The most routers that an agent announces itself to. Each has a task and a connection.
 const ROUTERS_MAX: usize = 64;
 
-/// `[advertise]`: the addresses of the ports as routers see them. They differ from `[listen]` where
-/// ports are mapped, or where the agent listens on all addresses.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AdvertiseTable {
-    /// The host that routers connect to. Empty: the one in their own settings or sources.
-    pub host: String,
-    /// The port that is mapped to the data port. 0: the same.
-    pub data_port: u16,
-    /// The port that is mapped to the control port. 0: the same.
-    pub control_port: u16,
-}
+service::settings! {
+    /// The addresses of the ports as routers see them.
+    ///
+    /// They differ from `[listen]` where ports are mapped, or where the agent listens on all
+    /// addresses.
+    pub struct AdvertiseTable {
+        /// The host that routers connect to. Empty: the one in their own settings or sources.
+        host: String;
+        /// The port that is mapped to the data port. 0: the same.
+        data_port: u16 = 0;
+        /// The port that is mapped to the control port. 0: the same.
+        control_port: u16 = 0;
+    }
 
-/// `[announce]`: the routers to which the agent announces itself.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AnnounceTable {
-    /// The routers' data ports, as `http://host:port` or `https://host:port`. Empty: none.
-    pub routers: Vec<String>,
-    /// The file whose first line is the key that has the right `announce` at the routers.
-    pub key_file: PathBuf,
-    /// The PEM file of the CAs that sign the routers' certificates. Needed for `https`.
-    pub ca: PathBuf,
-    /// The time between two announcements, from 1,000 to 100,000. Each holds for three times as
-    /// long.
-    pub interval_ms: u64,
+    /// The routers to which the agent announces itself.
+    pub struct AnnounceTable {
+        /// The routers' data ports, as `http://host:port` or `https://host:port`. Empty: none.
+        routers: Vec<String>;
+        /// The file whose first line is the key that has the right `announce` at the routers.
+        key_file: PathBuf;
+        /// The PEM file of the CAs that sign the routers' certificates. Needed for `https`.
+        ca: PathBuf;
+        /// The time between two announcements, from 1,000 to 100,000. Each holds for three times as
+        /// long.
+        ///
+        /// A router that restarts learns the agent within this time. 1,000 agents then announce
+        /// themselves 200 times a second, which is little beside the fleet's turns.
+        interval_ms: u64 = 5_000;
+    }
 }
 
 /// The addresses of the agent's ports as routers see them. Routers read them in the description.
@@ -51,19 +53,6 @@ pub struct Advertised {
     pub data_address: Option<String>,
     /// The URL of the control port. `None`: the one under which routers find the agent.
     pub control_url: Option<String>,
-}
-
-impl Default for AnnounceTable {
-    fn default() -> Self {
-        Self {
-            routers: vec![],
-            key_file: PathBuf::new(),
-            ca: PathBuf::new(),
-            // A router that restarts learns the agent within this time. 1,000 agents then announce
-            // themselves 200 times a second, which is little beside the fleet's turns.
-            interval_ms: 5_000,
-        }
-    }
 }
 
 impl AdvertiseTable {

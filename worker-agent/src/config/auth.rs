@@ -5,23 +5,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
 use service::auth::{MetricsAuth, gate, key_file};
 
-/// The table `[auth]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AuthTable {
-    /// The file of the tokens by which this agent and its routers recognize each other. Empty, as
-    /// by default: they need none, because `tls.client_ca` demands a certificate or no other host
-    /// reaches the ports.
-    pub token_file: PathBuf,
-    /// The file of API keys for the admin port. Empty: there are no keys, and the port must be a
-    /// loopback address.
-    pub keys_file: PathBuf,
-    /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
-    /// what users do. "none" is for scrapers that can't send a header.
-    pub metrics_auth: MetricsAuth,
+service::settings! {
+    /// How the agent recognizes routers, and who may use the admin port.
+    pub struct AuthTable {
+        /// The file of the tokens by which this agent and its routers recognize each other. Empty,
+        /// as by default: they need none, because `tls.client_ca` demands a certificate or no other
+        /// host reaches the ports.
+        token_file: PathBuf;
+        /// The file of API keys for the admin port. Empty: there are no keys, and the port must be
+        /// a loopback address.
+        keys_file: PathBuf;
+        /// Who may read `/metrics` on the admin port. The default needs a key, because figures show
+        /// what users do. "none" is for scrapers that can't send a header.
+        metrics_auth: MetricsAuth = MetricsAuth::Key;
+    }
 }
 
 impl AuthTable {

@@ -4,50 +4,40 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-/// The settings in `[connections]`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ConnectionSettings {
-    /// How long a client's connection may stay open without a request. It must be longer than a
-    /// load balancer in front keeps its connections.
-    pub keep_alive_ms: u64,
-    /// The maximum number of connections of one peer: an IPv4 address, or an IPv6 network of 64
-    /// bits. 0: all but an eighth, which is 256 at most and is kept for other peers.
-    pub per_peer_max: usize,
-    /// The bytes of an answer per second that a client must read, on average, while its answer
-    /// holds the engine up or takes memory that is scarce. 0: any rate will do.
-    pub drain_bytes_per_s_min: u64,
-    /// For how long a client may read less than that before it is cut off.
-    pub drain_grace_ms: u64,
-    /// The maximum bytes of one answer that wait in memory for their client.
-    pub answer_buffer_bytes_max: usize,
-    /// The maximum bytes of all answers that wait in memory for their clients.
-    pub answer_buffers_bytes_max: usize,
-}
-
-impl Default for ConnectionSettings {
-    fn default() -> Self {
-        Self {
-            // Load balancers close idle connections after 60 s by default. The server must not be
-            // the first, or a request may meet a connection that is closing.
-            keep_alive_ms: 75_000,
-            // A load balancer in front is one peer. With this limit, it can have every turn that
-            // may run, as there are 512 connections more than turns, and other peers still find a
-            // place.
-            per_peer_max: 0,
-            // A person reads 50 bytes of text a second. With the events around each token, an
-            // answer at that speed has about 1 KiB a second.
-            drain_bytes_per_s_min: 1024,
-            // A mobile client that changes its network is silent for seconds. TCP then tells the
-            // server in steps of up to 64 KiB that a slow client has read.
-            drain_grace_ms: 30_000,
-            // An answer of 4,000 tokens, with about 250 bytes for the event of each token.
-            answer_buffer_bytes_max: 1 << 20,
-            // Room for 64 such answers of clients that read slowly.
-            answer_buffers_bytes_max: 64 << 20,
-        }
+crate::settings! {
+    /// The clients' connections.
+    pub struct ConnectionSettings {
+        /// How long a client's connection may stay open without a request. It must be longer than a
+        /// load balancer in front keeps its connections.
+        ///
+        /// Load balancers close idle connections after 60 s by default. The server must not be the
+        /// first, or a request may meet a connection that is closing.
+        keep_alive_ms: u64 = 75_000;
+        /// The maximum number of connections of one peer: an IPv4 address, or an IPv6 network of 64
+        /// bits. 0: all but an eighth, which is 256 at most and is kept for other peers.
+        ///
+        /// A load balancer in front is one peer. With this limit, it can have every turn that may
+        /// run, as there are 512 connections more than turns, and other peers still find a place.
+        per_peer_max: usize = 0;
+        /// The bytes of an answer per second that a client must read, on average, while its answer
+        /// holds the engine up or takes memory that is scarce. 0: any rate will do.
+        ///
+        /// A person reads 50 bytes of text a second. With the events around each token, an answer
+        /// at that speed has about 1 KiB a second.
+        drain_bytes_per_s_min: u64 = 1024;
+        /// For how long a client may read less than that before it is cut off.
+        ///
+        /// A mobile client that changes its network is silent for seconds. TCP then tells the
+        /// server in steps of up to 64 KiB that a slow client has read.
+        drain_grace_ms: u64 = 30_000;
+        /// The maximum bytes of one answer that wait in memory for their client.
+        ///
+        /// An answer of 4,000 tokens, with about 250 bytes for the event of each token.
+        answer_buffer_bytes_max: usize = 1 << 20;
+        /// The maximum bytes of all answers that wait in memory for their clients.
+        ///
+        /// Room for 64 such answers of clients that read slowly.
+        answer_buffers_bytes_max: usize = 64 << 20;
     }
 }
 

@@ -3,30 +3,22 @@
 use std::path::PathBuf;
 
 use http::Uri;
-use serde::{Deserialize, Serialize};
 
 use crate::tls::client::ClientFiles;
 
-/// The default share of traces that are exported. A turn takes GPU seconds, and its ten spans
-/// together take about 4 KiB, so that most fleets can afford all.
-const SAMPLE_RATIO: f64 = 1.0;
-
-/// `[traces]`: where the spans of turns go.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TracesTable {
-    /// The collector, as `http://host:port` or `https://host:port`; it takes OTLP over gRPC. Empty,
-    /// the default: no traces.
-    pub endpoint: String,
-    /// The PEM file of the CAs that sign the collector's certificate. Needed for `https`.
-    pub ca: PathBuf,
-    /// The share of turns that are traced, among those whose client doesn't say.
-    pub sample_ratio: f64,
-}
-
-impl Default for TracesTable {
-    fn default() -> Self {
-        Self { endpoint: String::new(), ca: PathBuf::new(), sample_ratio: SAMPLE_RATIO }
+crate::settings! {
+    /// Where the spans of turns go.
+    pub struct TracesTable {
+        /// The collector, as `http://host:port` or `https://host:port`; it takes OTLP over gRPC.
+        /// Empty, the default: no traces.
+        endpoint: String;
+        /// The PEM file of the CAs that sign the collector's certificate. Needed for `https`.
+        ca: PathBuf;
+        /// The share of turns that are traced, among those whose client doesn't say.
+        ///
+        /// The default share of traces that are exported. A turn takes GPU seconds, and its ten
+        /// spans together take about 4 KiB, so that most fleets can afford all.
+        sample_ratio: f64 = 1.0;
     }
 }
 
