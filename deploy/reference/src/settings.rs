@@ -18,7 +18,8 @@ const COLUMNS: &[&str] = &["key", "values", "default", "sets", "why this default
 struct Binary {
     table: &'static table::Table,
     defaults: Value,
-    problems: fn(&Path) -> Vec<String>,
+    /// Whether a file of settings is legal.
+    accepts: fn(&Path) -> bool,
 }
 
 pub(crate) fn agent() -> anyhow::Result<Page> {
@@ -27,12 +28,9 @@ pub(crate) fn agent() -> anyhow::Result<Page> {
     let binary = Binary {
         table: Config::TABLE,
         defaults: Value::try_from(Config::default())?,
-        problems: |path| {
+        accepts: |path| {
             let args = [Path::new("berth-agent"), Path::new("--config"), path];
-            Config::load(Args::parse_from(args))
-                .err()
-                .map(|problems| problems.0)
-                .unwrap_or_default()
+            Config::load(Args::parse_from(args)).is_ok()
         },
     };
     make_page("Settings of the agent", "agent", &binary, &Args::command())
@@ -44,13 +42,10 @@ pub(crate) fn router() -> anyhow::Result<Page> {
     let binary = Binary {
         table: Config::TABLE,
         defaults: Value::try_from(Config::default())?,
-        problems: |path| {
+        accepts: |path| {
             let worker = Path::new("--worker=http://127.0.0.1:31001");
             let args = [Path::new("berth-router"), worker, Path::new("--config"), path];
-            Config::load(&Args::parse_from(args))
-                .err()
-                .map(|problems| problems.0)
-                .unwrap_or_default()
+            Config::load(&Args::parse_from(args)).is_ok()
         },
     };
     make_page("Settings of the router", "router", &binary, &Args::command())
@@ -121,7 +116,7 @@ impl Binary {
         let default = name.split('.').try_fold(&self.defaults, |value, part| value.get(part));
         let default = default.with_context(|| format!("{name} has no default"))?;
         let accepts = |value: &Value| {
-            fs::write(file, format!("{name} = {value}")).is_ok() && (self.problems)(file).is_empty()
+            fs::write(file, format!("{name} = {value}")).is_ok() && (self.accepts)(file)
         };
         let unit = unit_of(key.name);
         let values = match default {

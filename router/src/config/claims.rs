@@ -43,21 +43,19 @@ service::settings! {
         /// How long the store or an agent that did not answer its last question may take for a
         /// claim. Then the next is asked.
         ///
-        /// The default time for a place that did not answer its last question. In one network a
-        /// claim takes a millisecond; a first turn computes its whole prompt, so that it hardly
-        /// notices 20 ms.
+        /// In one network a claim takes a millisecond; a first turn computes its whole prompt, so
+        /// that it hardly notices 20 ms.
         deadline_ms: u64 = 20;
         /// How long the store or an agent that answered its last question may take.
         ///
-        /// The default time for a place that answered its last question. A long prompt that is
-        /// computed on two workers takes seconds of a GPU, so a first turn had better wait for a
-        /// place that is busy.
+        /// A long prompt that is computed on two workers takes seconds of a GPU, so a first turn
+        /// had better wait for a place that is busy.
         patience_ms: u64 = 500;
         /// How long a claim holds, unless it is renewed.
         ///
-        /// The default life of a claim. It must cover the time from a session's placement until its
-        /// agent has reported it, which is milliseconds after the turn has reached the agent. Turns
-        /// may wait for seconds before that, while their prompts are computed in stages.
+        /// It must cover the time from a session's placement until its agent has reported it, which
+        /// is milliseconds after the turn has reached the agent. Turns may wait for seconds before
+        /// that, while their prompts are computed in stages.
         ttl_ms: u64 = 30_000;
         /// Where the store is: one URL of Redis (`redis://host:6379/0`, `rediss://` with TLS), or
         /// those of the members of an etcd cluster (`http://host:2379`, `https://` with TLS).

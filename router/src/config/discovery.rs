@@ -32,13 +32,12 @@ service::settings! {
         names: Vec<String>;
         /// Shortest time between two look-ups.
         ///
-        /// The default shortest time between two look-ups of a name. An answer with a shorter time
-        /// to live would have the router ask all the time.
+        /// An answer with a shorter time to live would have the router ask all the time.
         ttl_ms_min: u64 = 1_000;
         /// Longest time between two look-ups.
         ///
-        /// The default longest time between two look-ups of a name. Names of agents change with
-        /// every rolling update, and some servers give out times to live of hours.
+        /// Names of agents change with every rolling update, and some servers give out times to
+        /// live of hours.
         ttl_ms_max: u64 = 30_000;
         /// The servers to ask. Empty: those of the system.
         servers: Vec<SocketAddr>;

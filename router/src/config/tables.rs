@@ -32,11 +32,11 @@ service::settings! {
     pub struct ListenTable {
         /// Address for clients.
         ///
-        /// The default address for clients. It is loopback, so that nothing is exposed by accident.
+        /// It is loopback, so that nothing is exposed by accident.
         data_addr: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8080));
         /// Address for `/metrics`, `/healthz`, `/readyz`, `/config`.
         ///
-        /// The default address for operators (metrics and health).
+        /// Loopback too, and the next port after that for clients.
         admin_addr: SocketAddr = SocketAddr::from(([127, 0, 0, 1], 8081));
         /// Origins whose pages may call the router from a browser, such as
         /// `https://chat.example.com`; `*` allows all. Empty, the default, allows none: browsers
@@ -52,38 +52,35 @@ service::settings! {
     pub struct LimitsTable {
         /// Most turns at once; a turn beyond that is answered with 429.
         ///
-        /// The default bound on turns in flight. Each turn has a client's connection, which takes
-        /// about 40 KiB, and a connection to an agent. The clients' connections of this many turns
-        /// take 160 MiB.
+        /// Each turn has a client's connection, which takes about 40 KiB, and a connection to an
+        /// agent. The clients' connections of this many turns take 160 MiB.
         turns_in_flight_max: usize = 4_096;
         /// Largest request body in bytes; a larger body is answered with 413.
         ///
-        /// The default largest request body, in bytes. A transcript of 1M tokens is about 5 MiB of
-        /// JSON, and ten times as much with images.
+        /// A transcript of 1M tokens is about 5 MiB of JSON, and ten times as much with images.
         body_bytes_max: usize = 64 << 20;
         /// Most bytes of all request bodies in memory; a body beyond that is answered with 429.
         ///
-        /// The default bound on the bytes of all request bodies in memory. It is enough for eight
-        /// of the largest bodies, or for a thousand usual ones.
+        /// It is enough for eight of the largest bodies, or for a thousand usual ones.
         body_bytes_in_flight_max: usize = 512 << 20;
         /// Most sessions that the router binds to workers. Also the most sessions that it takes
         /// over from each agent's session table.
         ///
-        /// The default bound on remembered sessions. A session that this router binds takes about
-        /// 520 bytes, and one that an agent reports 440 more (measured with keys of 68 bytes). So
-        /// this many take about 96 MB; with the longest keys, 270 MB.
+        /// A session that this router binds takes about 520 bytes, and one that an agent reports
+        /// 440 more (measured with keys of 68 bytes). So this many take about 96 MB; with the
+        /// longest keys, 270 MB.
         sessions_max: usize = 100_000;
         /// Most bytes of memory for tokenizing prompts; a prompt beyond that is placed without
         /// knowing which worker has its KV.
         ///
-        /// The default memory for tokenizing prompts. A prompt takes up to 320 times its new text,
-        /// so this is enough for 1.6 MB of new text at once. One turn adds a few kilobytes, and a
-        /// coding agent begins a conversation with 100 KB.
+        /// A prompt takes up to 320 times its new text, so this is enough for 1.6 MB of new text at
+        /// once. One turn adds a few kilobytes, and a coding agent begins a conversation with 100
+        /// KB.
         tokenizer_bytes_max: usize = 512 << 20;
         /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
         ///
-        /// The default memory of the index of resident blocks. A block on a worker takes about 8
-        /// bytes, so the index holds 60 million blocks. They fill 480 KV pools of 8 million tokens.
+        /// A block on a worker takes about 8 bytes, so the index holds 60 million blocks. They fill
+        /// 480 KV pools of 8 million tokens.
         overlap_bytes_max: usize = 512 << 20;
     }
 }
@@ -106,45 +103,40 @@ service::settings! {
     pub struct TimeoutsTable {
         /// Time limit of a turn, from its arrival to the end of its answer, retry included.
         ///
-        /// The default time limit of a turn. Some reasoning turns take half an hour. Longer turns
-        /// are stuck.
+        /// Some reasoning turns take half an hour. Longer turns are stuck.
         turn_ms_max: u64 = 30 * 60 * 1000;
         /// Time limit of connecting to an agent, and of waiting at the start for the agents' first
         /// session tables.
         ///
-        /// The default time limit of connecting to an agent. Inside one data centre a connection
-        /// takes less than 1 ms. If the first SYN is lost, TCP would need a second to send another.
+        /// Inside one data centre a connection takes less than 1 ms. If the first SYN is lost, TCP
+        /// would need a second to send another.
         connect_ms_max: u64 = 1_000;
         /// Time limit of the hand-off of a turn's KV from a prefill to a decode engine: from
         /// sending the turn to both until either has answered.
         ///
-        /// The default time for two engines to hand over a prompt's KV. It is the engine's own
-        /// limit of waiting for its partner. A long queue of prompts is within it, so that a
-        /// shorter time would end turns that only wait.
+        /// It is the engine's own limit of waiting for its partner. A long queue of prompts is
+        /// within it, so that a shorter time would end turns that only wait.
         bootstrap_ms_max: u64 = 300_000;
         /// A worker whose last load report is older than this gets no new sessions, unless every
         /// worker's report is older.
         ///
-        /// The default age of a worker's last load report at which the worker is stale. Agents
-        /// report every 500 ms by default, so a stale worker has missed six reports. With a shorter
-        /// time, the workers of a busy agent would be stale. With a longer time, the router would
-        /// trust a dead agent.
+        /// Agents report every 500 ms by default, so a stale worker has missed six reports. With a
+        /// shorter time, the workers of a busy agent would be stale. With a longer time, the router
+        /// would trust a dead agent.
         load_report_age_ms_max: u64 = 3_000;
         /// Time for which the router serves on after it was told to stop, while its health routes
         /// say that it isn't ready, so that balancers send nothing more.
         ///
-        /// The default time of serving on before the drain. Balancers ask every one to three
-        /// seconds, and take some hundred milliseconds to tell their own processes.
+        /// Balancers ask every one to three seconds, and take some hundred milliseconds to tell
+        /// their own processes.
         lame_duck_ms: u64 = 5_000;
         /// Time for running turns to end after that.
         ///
-        /// The default time limit of draining. Most turns end within 30 s. Longer turns are cut off
-        /// when the process ends.
+        /// Most turns end within 30 s. Longer turns are cut off when the process ends.
         drain_ms_max: u64 = 30_000;
         /// A stream gets a comment each time that it has waited so long for its first event. 0:
         /// none, for clients that can't read comments, such as SGLang's `bench_serving`.
         ///
-        /// The default time after which a stream that waits for its first event gets a comment.
         /// Many proxies and clients give up a connection that is silent for 30 s or 60 s.
         waiting_comment_ms: u64 = 10_000;
     }
@@ -154,20 +146,17 @@ service::settings! {
         /// A session without a turn for longer than this is placed again, unless its agent
         /// remembers it.
         ///
-        /// The default time for which the router remembers an idle session. It is an agent's
-        /// default, too.
+        /// It is an agent's default, too.
         affinity_idle_ms_max: u64 = 60 * 60 * 1000;
         /// A session moves to another worker if its turn is faster there by at least this time.
         ///
-        /// The default least gain for which a session moves to another worker. Users don't notice
-        /// less. A move also has a cost: the KV that it leaves behind occupies the old worker for
-        /// minutes.
+        /// Users don't notice less. A move also has a cost: the KV that it leaves behind occupies
+        /// the old worker for minutes.
         rebind_gain_ms_min: u64 = 500;
         /// Bytes of KV that a prefill engine hands to a decode engine in a second.
         ///
-        /// The default rate at which KV goes from a prefill engine to a decode engine: an RDMA
-        /// adapter of 200 Gb/s, less a fifth. With NVLink it is ten times as fast, over TCP a
-        /// tenth.
+        /// An RDMA adapter of 200 Gb/s, less a fifth. With NVLink it is ten times as fast, over TCP
+        /// a tenth.
         transfer_bytes_per_s: u64 = 20_000_000_000;
         /// Whether the router removes a preamble that a coding agent changes with each request.
         ///

@@ -16,8 +16,8 @@ crate::settings! {
         ca: PathBuf;
         /// The share of turns that are traced, among those whose client doesn't say.
         ///
-        /// The default share of traces that are exported. A turn takes GPU seconds, and its ten
-        /// spans together take about 4 KiB, so that most fleets can afford all.
+        /// A turn takes GPU seconds, and its ten spans together take about 4 KiB, so that most
+        /// fleets can afford all.
         sample_ratio: f64 = 1.0;
     }
 }
