@@ -13,6 +13,7 @@ pub mod headers;
 pub mod histogram;
 pub mod log;
 pub mod memory;
+pub mod metrics;
 pub mod places;
 pub mod private_folder;
 pub mod process_metrics;
