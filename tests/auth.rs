@@ -21,7 +21,6 @@ use harness::{
 };
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
-use prometheus_client::registry::Registry;
 use proto::{
     control::{CONTROL_ROUTES, ControlRoute},
     route::ROUTES,
@@ -409,7 +408,7 @@ impl Issuer {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let scheme = if tls.is_some() { "https" } else { "http" };
         let url = format!("{scheme}://{}/jwks.json", listener.local_addr().unwrap());
-        let metrics = server::Metrics::new(&mut Registry::default());
+        let metrics = server::Metrics::default();
         let (limits, tasks) = (PortLimits::admin(&metrics), Tasks::default());
         tasks.spawn(server::serve(listener, app, limits, tls, tasks.clone()));
         url

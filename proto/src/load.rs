@@ -279,7 +279,7 @@ pub struct StagedPrefill {
     pub stage_tokens: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct LoadReport {
     /// The next report arrives within this time.
     #[serde(skip)]

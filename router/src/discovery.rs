@@ -11,12 +11,11 @@ mod kubernetes;
 
 use std::sync::Arc;
 
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::Registry,
+use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
+use service::{
+    metrics::{By, to_i64},
+    tasks::Tasks,
 };
-use service::tasks::Tasks;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -31,28 +30,14 @@ use crate::{
     },
 };
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct SourceLabel {
-    source: &'static str,
-}
-
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Metrics {
-    failing: Family<SourceLabel, Gauge>,
-    agents: Family<SourceLabel, Gauge>,
-    expiries: Family<SourceLabel, Counter>,
-}
-
-impl Metrics {
-    pub(crate) fn new(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        let help = "1 while a source of agents fails and its last list is in effect";
-        registry.register("source_failing", help, metrics.failing.clone());
-        let help = "Agents that a source lists";
-        registry.register("source_agents", help, metrics.agents.clone());
-        let help = "Times that a source had forgotten its changes and was listed anew";
-        registry.register("source_expiries", help, metrics.expiries.clone());
-        metrics
+service::metrics! {
+    pub(crate) struct Metrics {
+        /// 1 while a source of agents fails and its last list is in effect
+        failing: By<Gauge> = "source_failing", By::label("source");
+        /// Agents that a source lists
+        agents: By<Gauge> = "source_agents", By::label("source");
+        /// Times that a source had forgotten its changes and was listed anew
+        expiries: By<Counter> = "source_expiries", By::label("source");
     }
 }
 
@@ -68,9 +53,8 @@ struct Reporter {
 impl Reporter {
     fn new(source: Source, news: &mpsc::Sender<SourceNews>, metrics: &Metrics) -> Self {
         let (news, metrics) = (news.clone(), metrics.clone());
-        let label = SourceLabel { source: source.as_str() };
-        metrics.failing.get_or_create(&label).set(0);
-        metrics.agents.get_or_create(&label).set(0);
+        metrics.failing.get(source.as_str()).set(0);
+        metrics.agents.get(source.as_str()).set(0);
         Self { source, news, metrics, last_list: None, failure: None }
     }
 
@@ -83,14 +67,12 @@ impl Reporter {
         if self.failure.take().is_some() {
             info!(source, "source of agents answers again");
         }
-        let label = SourceLabel { source };
-        self.metrics.failing.get_or_create(&label).set(0);
+        self.metrics.failing.get(source).set(0);
         let known = self.last_list.as_ref();
         if known.is_some_and(|(known, ids)| (known, ids) == (&list, &agent_ids)) {
             return;
         }
-        let count = i64::try_from(list.len()).unwrap_or(i64::MAX);
-        self.metrics.agents.get_or_create(&label).set(count);
+        self.metrics.agents.get(source).set(to_i64(list.len() as u64));
         self.last_list = Some((list.clone(), agent_ids.clone()));
         // The view task ends only with the process.
         drop(self.news.send(SourceNews { source: self.source, list: Some(list), agent_ids }).await);
@@ -99,13 +81,12 @@ impl Reporter {
     /// Counts that the source had forgotten what has changed since its last answer.
     #[cfg(feature = "kubernetes")]
     fn count_expiry(&self) {
-        let label = SourceLabel { source: self.source.as_str() };
-        self.metrics.expiries.get_or_create(&label).inc();
+        self.metrics.expiries.get(self.source.as_str()).inc();
     }
 
     async fn fail(&mut self, why: String) {
         let source = self.source.as_str();
-        self.metrics.failing.get_or_create(&SourceLabel { source }).set(1);
+        self.metrics.failing.get(source).set(1);
         if self.failure.is_none() {
             warn!(source, why, "source of agents failed, its last list stays in effect");
         }

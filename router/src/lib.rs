@@ -34,6 +34,7 @@ use service::{
         keys::KeySet,
     },
     descriptors::{self, DescriptorPlan},
+    metrics::Registrar,
     process_metrics,
     reload::{self, Reloaded},
     router_token::Tokens,
@@ -135,7 +136,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         return Err(Error::Settings(Problems(problems)));
     }
     let mut root = Registry::default();
-    let registry = process_metrics::register(&mut root, "berth_router", env!("CARGO_PKG_VERSION"));
+    let registry =
+        &mut process_metrics::register(&mut root, "berth_router", env!("CARGO_PKG_VERSION"));
     let file_metrics = reload::Metrics::new(registry);
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let state = State::new(&config);
@@ -146,9 +148,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     fit_limits(&mut config.limits, &descriptors);
     let data_limits = data_limits(&config, &descriptors, &port_metrics);
     let shares = Shares::new(PoolSizes::new(&config.limits, data_limits.shared_requests()));
-    registry.register_collector(Box::new(SharesCollector(Arc::clone(&shares))));
     let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
-    register_collectors(registry, &view, &kv_index);
+    add_collectors(registry, &view, &shares, &kv_index);
     let (data_ip, admin_ip) = port_ips(&listeners).map_err(Error::Admin)?;
     let keys = follow_keys(&config, &file_metrics, &tasks)?;
     let tokens = follow_tokens(&config, registry, &file_metrics, &tasks)?;
@@ -218,10 +219,34 @@ async fn leave(config: &Config, tasks: &Tasks, traces_end: TracesEnd) -> Result<
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
-fn register_collectors(registry: &mut Registry, view: &Arc<View>, kv_index: &Arc<KvIndex>) {
+/// Registers what [`run`] registers with one setting or another, for the page of metrics.
+pub fn register_metrics(registry: &mut Registrar<'_>) {
+    reload::Metrics::new(registry);
+    server::Metrics::new(registry);
+    traces::Metrics::new(registry);
+    Metrics::new(registry);
+    claims::metrics::Metrics::new(registry);
+    jwks::Metrics::new(registry);
+    discovery::Metrics::new(registry);
+    turn::access_log::Metrics::new(registry);
+    let config = Config::default();
+    let state = State::new(&config);
+    let view = Arc::new(View::new(state.snapshot(), state.conversations()));
+    let shares = Shares::new(PoolSizes::new(&config.limits, 0));
+    let kv_index = Arc::new(KvIndex::new(config.limits.overlap_bytes_max));
+    add_collectors(registry, &view, &shares, &kv_index);
+}
+
+fn add_collectors(
+    registry: &mut Registrar<'_>,
+    view: &Arc<View>,
+    shares: &Arc<Shares>,
+    kv_index: &Arc<KvIndex>,
+) {
     let (view, kv_index) = (Arc::clone(view), Arc::clone(kv_index));
-    registry.register_collector(Box::new(FleetCollector(Arc::clone(&view))));
-    registry.register_collector(Box::new(KvIndexCollector { view, kv_index }));
+    registry.add_collector(SharesCollector(Arc::clone(shares)));
+    registry.add_collector(FleetCollector(Arc::clone(&view)));
+    registry.add_collector(KvIndexCollector { view, kv_index });
 }
 
 fn fit_limits(limits: &mut LimitsTable, descriptors: &DescriptorPlan) {
@@ -247,7 +272,7 @@ fn follow_keys(
 /// `None` if no tokens are accepted.
 fn follow_tokens(
     config: &Config,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<Option<(JwtTable, JwksStore)>, jwks::Error> {
@@ -306,7 +331,7 @@ struct FleetParts {
 
 fn open_claim_store(
     config: &Config,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     file_metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<OpenStore, Error> {
@@ -339,7 +364,7 @@ fn start_fleet(
 
 fn start_access_log(
     config: &Config,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
 ) -> Result<Option<(AccessLog, LogEnd)>, Error> {
     let path = config.log.access.as_path();
     let is_on = !path.as_os_str().is_empty();
@@ -348,7 +373,7 @@ fn start_access_log(
 
 fn start_traces(
     config: &Config,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     file_metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<(Traces, TracesEnd), traces::Error> {

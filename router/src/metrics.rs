@@ -7,40 +7,10 @@
 
 mod turns;
 
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::{Registry, Unit},
-};
-use service::refusal::Code;
+use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
+use service::{metrics::By, refusal::Code};
 
 pub(crate) use self::turns::{TurnMetrics, TurnTokenCounts};
-
-/// A label `reason`, with a value from a small fixed set.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct ReasonLabel {
-    reason: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct CodeLabel {
-    code: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct OutcomeLabel {
-    outcome: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ClientLabel {
-    client: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct StateLabel {
-    pub(crate) state: &'static str,
-}
 
 /// How a placed turn ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,125 +94,81 @@ impl StagedPrefillEnd {
     }
 }
 
-#[derive(Debug, Clone)]
-pub(crate) struct Metrics {
-    placements: Family<ReasonLabel, Counter>,
-    turns: Family<OutcomeLabel, Counter>,
-    refusals: Family<CodeLabel, Counter>,
-    retries: Family<ReasonLabel, Counter>,
-    staged_prefills: Family<OutcomeLabel, Counter>,
-    hand_offs: Family<OutcomeLabel, Counter>,
-    preambles: Family<ClientLabel, Counter>,
-    untokenized_prompts: Family<ReasonLabel, Counter>,
-    sessions_left_out: Family<ReasonLabel, Counter>,
-    /// What turns use, and how long their steps take.
-    pub(crate) turn: TurnMetrics,
-    /// Placed turns that have not ended. The metric's name is `streams_in_flight`.
-    pub(crate) turns_in_flight: Gauge,
-    /// Turns that were not sent to a second worker, because their bodies had given way.
-    pub(crate) bodies_gone: Counter,
-    pub(crate) request_bytes: Counter,
-    pub(crate) response_bytes: Counter,
+service::metrics! {
+    pub(crate) struct Metrics {
+        /// Placements by reason; retried turns and opened sessions count, too
+        placements: By<Counter> = "placements", By::label("reason");
+        /// Placed turns that have ended, by outcome
+        turns: By<Counter> = "turns", By::label("outcome");
+        /// Refusals by the router, by code
+        refusals: By<Counter> = "refusals", By::label("code");
+        /// Turns and opens sent to a second worker, by reason
+        retries: By<Counter> = "retries", By::label("reason");
+        /// Long prompts computed in stages before their turns (staged prefill), by outcome
+        staged_prefills: By<Counter> = "staged_prefills", By::label("outcome");
+        /// Turns on a pair of a prefill and a decode engine, by the end of their hand-off
+        hand_offs: By<Counter> = "hand_offs", By::label("outcome");
+        /// Volatile preambles removed from request bodies, by the client that writes them
+        preambles: By<Counter> = "preambles_removed", By::label("client");
+        /// Prompts of text placed without all of their tokens, by reason
+        untokenized_prompts: By<Counter> = "untokenized_prompts", By::label("reason");
+        /// Turns run without the session at which their client hinted, by reason
+        sessions_left_out: By<Counter> = "sessions_left_out", By::label("reason");
+        /// Turns not sent to a second worker, as their bodies had given way to others
+        pub(crate) bodies_gone: Counter = "bodies_gone";
+        /// Placed turns that have not ended
+        pub(crate) turns_in_flight: Gauge = "streams_in_flight";
+        /// Bytes of request bodies received from clients
+        pub(crate) request_bytes: Counter = "request" in "bytes";
+        /// Bytes of answer bodies received from workers
+        pub(crate) response_bytes: Counter = "response" in "bytes";
+        ..pub(crate) turn: TurnMetrics;
+    }
 }
 
 impl Metrics {
-    pub(crate) fn new(registry: &mut Registry) -> Self {
-        let metrics = Self {
-            placements: Family::default(),
-            turns: Family::default(),
-            refusals: Family::default(),
-            retries: Family::default(),
-            staged_prefills: Family::default(),
-            hand_offs: Family::default(),
-            preambles: Family::default(),
-            untokenized_prompts: Family::default(),
-            sessions_left_out: Family::default(),
-            turn: TurnMetrics::new(registry),
-            turns_in_flight: Gauge::default(),
-            bodies_gone: Counter::default(),
-            request_bytes: Counter::default(),
-            response_bytes: Counter::default(),
-        };
-        let help = "Placements by reason; retried turns and opened sessions count, too";
-        registry.register("placements", help, metrics.placements.clone());
-        registry.register(
-            "turns",
-            "Placed turns that have ended, by outcome",
-            metrics.turns.clone(),
-        );
-        registry.register("refusals", "Refusals by the router, by code", metrics.refusals.clone());
-        registry.register(
-            "retries",
-            "Turns and opens sent to a second worker, by reason",
-            metrics.retries.clone(),
-        );
-        let help =
-            "Long prompts computed in stages before their turns (staged prefill), by outcome";
-        registry.register("staged_prefills", help, metrics.staged_prefills.clone());
-        let help = "Turns on a pair of a prefill and a decode engine, by the end of their hand-off";
-        registry.register("hand_offs", help, metrics.hand_offs.clone());
-        let help = "Volatile preambles removed from request bodies, by the client that writes them";
-        registry.register("preambles_removed", help, metrics.preambles.clone());
-        let help = "Prompts of text placed without all of their tokens, by reason";
-        registry.register("untokenized_prompts", help, metrics.untokenized_prompts.clone());
-        let help = "Turns run without the session at which their client hinted, by reason";
-        registry.register("sessions_left_out", help, metrics.sessions_left_out.clone());
-        let help = "Turns not sent to a second worker, as their bodies had given way to others";
-        registry.register("bodies_gone", help, metrics.bodies_gone.clone());
-        registry.register(
-            "streams_in_flight",
-            "Placed turns that have not ended",
-            metrics.turns_in_flight.clone(),
-        );
-        let help = "Bytes of request bodies received from clients";
-        registry.register_with_unit("request", help, Unit::Bytes, metrics.request_bytes.clone());
-        let help = "Bytes of answer bodies received from workers";
-        registry.register_with_unit("response", help, Unit::Bytes, metrics.response_bytes.clone());
-        metrics
-    }
-
     /// Counts a placement.
     pub(crate) fn count_placement(&self, reason: &'static str) {
-        self.placements.get_or_create(&ReasonLabel { reason }).inc();
+        self.placements.get(reason).inc();
     }
 
     /// Counts the end of a placed turn.
     pub(crate) fn count_turn_end(&self, outcome: TurnOutcome) {
-        self.turns.get_or_create(&OutcomeLabel { outcome: outcome.as_str() }).inc();
+        self.turns.get(outcome.as_str()).inc();
     }
 
     /// Counts a refusal by the router.
     pub(crate) fn count_refusal(&self, code: Code) {
-        self.refusals.get_or_create(&CodeLabel { code: code.as_str() }).inc();
+        self.refusals.get(code.as_str()).inc();
     }
 
     /// Counts a turn, or the opening of a session, that is sent to a second worker.
     pub(crate) fn count_retry(&self, reason: &'static str) {
-        self.retries.get_or_create(&ReasonLabel { reason }).inc();
+        self.retries.get(reason).inc();
+    }
+
+    pub(crate) fn count_hand_off(&self, end: HandOffEnd) {
+        self.hand_offs.get(end.as_str()).inc();
     }
 
     /// Counts the end of a staged prefill.
-    pub(crate) fn count_hand_off(&self, end: HandOffEnd) {
-        self.hand_offs.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
-    }
-
     pub(crate) fn count_staged_prefill_end(&self, end: StagedPrefillEnd) {
-        self.staged_prefills.get_or_create(&OutcomeLabel { outcome: end.as_str() }).inc();
+        self.staged_prefills.get(end.as_str()).inc();
     }
 
     /// Counts a prompt of text that is placed without all of its tokens.
     pub(crate) fn count_untokenized_prompt(&self, reason: &'static str) {
-        self.untokenized_prompts.get_or_create(&ReasonLabel { reason }).inc();
+        self.untokenized_prompts.get(reason).inc();
     }
 
     /// Counts a turn that runs without the session at which its client only hinted.
     pub(crate) fn count_session_left_out(&self, reason: &'static str) {
-        self.sessions_left_out.get_or_create(&ReasonLabel { reason }).inc();
+        self.sessions_left_out.get(reason).inc();
     }
 
     /// Counts a preamble removed from a request of `client`. Returns how many preambles of this
     /// client were removed before.
     pub(crate) fn count_removed_preamble(&self, client: &'static str) -> u64 {
-        self.preambles.get_or_create(&ClientLabel { client }).inc()
+        self.preambles.get(client).inc()
     }
 }

@@ -10,7 +10,6 @@ use std::{
 use anyhow::Context as _;
 use engine_sim::loopback::own_addr;
 use harness::{cluster::ready, keys::key_text, web::Web};
-use prometheus_client::registry::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use service::{reload, tasks::Tasks, tls::client::ClientFiles};
 
@@ -204,7 +203,7 @@ fn client(folder: &Path, security: Security) -> anyhow::Result<Web> {
         return Ok(Web::default());
     }
     let files = ClientFiles { ca: folder.join("ca.pem"), identity: None, server_name: None };
-    let metrics = reload::Metrics::new(&mut Registry::default());
+    let metrics = reload::Metrics::default();
     Ok(Web::with_tls(files.start(&metrics, &Tasks::default())?))
 }
 

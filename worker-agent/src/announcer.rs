@@ -17,13 +17,13 @@ use hyper_util::{
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::Registry,
 };
 use proto::proof;
 use serde_json::{Value, json};
 use service::{
     backoff::Backoff,
     log::describe_error,
+    metrics::Registrar,
     proof::agent::AgentProofs,
     reload::{self, Reloaded},
     tasks::Tasks,
@@ -62,31 +62,23 @@ impl Announcer {
     }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ResultLabels {
     router: String,
     result: &'static str,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RouterLabel {
     router: String,
 }
 
-#[derive(Debug, Clone, Default)]
-struct Metrics {
-    announcements: Family<ResultLabels, Counter>,
-    announced: Family<RouterLabel, Gauge>,
-}
-
-impl Metrics {
-    fn new(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        let help = "Announcements to routers, by what came of them";
-        registry.register("announcements", help, metrics.announcements.clone());
-        let help = "1 while the router has accepted the newest announcement of this agent";
-        registry.register("announced", help, metrics.announced.clone());
-        metrics
+service::metrics! {
+    pub(crate) struct Metrics {
+        /// Announcements to routers, by what came of them
+        announcements: Family<ResultLabels, Counter> = "announcements";
+        /// 1 while the router has accepted the newest announcement of this agent
+        announced: Family<RouterLabel, Gauge> = "announced";
     }
 }
 
@@ -115,7 +107,7 @@ pub(crate) fn start(
     control: SocketAddr,
     access: &PortAccess,
     file_metrics: &reload::Metrics,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     tasks: &Tasks,
 ) -> Result<Announcer, reload::Error> {
     let announcer = Announcer { is_leaving: watch::Sender::new(false) };

@@ -32,7 +32,9 @@ use service::{
     admin::{self, AdminData},
     auth::{gate::Gate, key_file},
     budget::BodyBudget,
+    clock,
     descriptors::{self, DescriptorPlan},
+    metrics::Registrar,
     process_metrics,
     proof::agent::AgentProofs,
     reload,
@@ -52,7 +54,7 @@ use crate::{
     control_port::ControlListener,
     data_port::{PortAccess, RouterAuth, TurnContext},
     engine::EngineClient,
-    gpu::Gpus,
+    gpu::{Gpus, tracker::Snapshot},
     guard::Guards,
     ledger::Limits,
     metrics::{Metrics, readiness},
@@ -135,7 +137,8 @@ pub async fn run(
 ) -> Result<(), Error> {
     let tasks = Tasks::default();
     let mut root = Registry::default();
-    let registry = process_metrics::register(&mut root, "berth_agent", env!("CARGO_PKG_VERSION"));
+    let registry =
+        &mut process_metrics::register(&mut root, "berth_agent", env!("CARGO_PKG_VERSION"));
     let (metrics, port_limits) = (Metrics::new(registry), limit_ports(&mut config, registry));
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
@@ -198,10 +201,25 @@ pub async fn run(
     if ended_cleanly { Ok(()) } else { Err(Error::TaskEnded) }
 }
 
+/// Registers what [`run`] registers with one setting or another, for the page of metrics.
+pub fn register_metrics(registry: &mut Registrar<'_>) {
+    reload::Metrics::new(registry);
+    server::Metrics::new(registry);
+    traces::Metrics::new(registry);
+    Metrics::new(registry);
+    announcer::Metrics::new(registry);
+    control_port::Metrics::new(registry);
+    kv_events::metrics::Metrics::new(registry);
+    let snapshot = Snapshot::without_devices(clock::now());
+    let (_, snapshot) = watch::channel(Arc::new(snapshot));
+    let (_, report) = watch::channel(Arc::default());
+    gpu::metrics::register(registry, snapshot, report);
+}
+
 fn start_traces(
     config: &Config,
     control: SocketAddr,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     file_metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<(Traces, TracesEnd), traces::Error> {
@@ -214,7 +232,7 @@ fn start_kv_events(
     config: &Config,
     epoch: u64,
     shim: ShimHandle,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     tasks: &Tasks,
 ) -> std::io::Result<kv_events::KvHandle> {
     let republish_interval = ms(config.engine.republish_interval_ms);
@@ -235,7 +253,7 @@ impl AgentPortLimits {
         &self,
         socket: std::net::TcpListener,
         access: PortAccess,
-        registry: &mut Registry,
+        registry: &mut Registrar<'_>,
     ) -> ControlListener {
         ControlListener {
             socket,
@@ -248,7 +266,7 @@ impl AgentPortLimits {
 }
 
 /// With few file descriptors, lowers the limits on turns too.
-fn limit_ports(config: &mut Config, registry: &mut Registry) -> AgentPortLimits {
+fn limit_ports(config: &mut Config, registry: &mut Registrar<'_>) -> AgentPortLimits {
     let plan = DescriptorPlan::new(descriptors::raise_limit(), server::DESCRIPTORS_RESERVED);
     let metrics = server::Metrics::new(registry);
     let described_turns = plan.turns.min(CLIENT_CONNECTIONS_MAX);

@@ -6,7 +6,6 @@ pub mod router;
 use std::{path::PathBuf, time::Duration};
 
 use hyper_util::client::legacy::connect::HttpConnector;
-use prometheus_client::registry::Registry;
 use service::{
     reload,
     tasks::Tasks,
@@ -26,7 +25,7 @@ const SYSTEM_CAS: [&str; 3] =
 
 fn connector(args: &TargetArgs, url: &str, protocol: Protocol) -> Result<Connector, Error> {
     let tls = if url.starts_with("https://") {
-        let metrics = reload::Metrics::new(&mut Registry::default());
+        let metrics = reload::Metrics::default();
         Some(client_files(args)?.start(&metrics, &Tasks::default())?)
     } else {
         None

@@ -6,31 +6,34 @@ use std::{fmt, fs};
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric},
-    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge, info::Info},
-    registry::{Registry, Unit},
+    encoding::DescriptorEncoder,
+    metrics::{counter::ConstCounter, gauge::ConstGauge, info::Info},
+    registry::Registry,
 };
 use rustix::{
     process::{Resource, getrlimit},
     time::{ClockId, clock_gettime},
 };
 
-use crate::clock;
+use crate::{
+    clock,
+    metrics::{Registrar, encode, gauge},
+};
 
 const KIB: u64 = 1024;
 
-/// Returns the registry for the binary's own metrics, whose names begin with `prefix`.
+/// Returns the registrar for the binary's own metrics, whose names begin with `prefix`.
 pub fn register<'a>(
     root: &'a mut Registry,
     prefix: &'static str,
     version: &'static str,
-) -> &'a mut Registry {
+) -> Registrar<'a> {
     let started_unix_ns = clock::unix_ns();
     root.register_collector(Box::new(ProcessCollector { started_unix_ns }));
     let registry = root.sub_registry_with_prefix(prefix);
     let help = "1; the version of the binary";
     registry.register("build", help, Info::new([("version", version)]));
-    registry
+    Registrar::new(registry)
 }
 
 #[derive(Debug)]
@@ -43,41 +46,22 @@ impl Collector for ProcessCollector {
         let cpu = clock_gettime(ClockId::ProcessCPUTime);
         let cpu_seconds = seconds(cpu.tv_sec, cpu.tv_nsec);
         let help = "CPU time of the process, of the user and the system together";
-        let (unit, counter) = (Unit::Seconds, MetricType::Counter);
-        let descriptor = encoder.encode_descriptor("process_cpu", help, Some(&unit), counter)?;
-        ConstCounter::new(cpu_seconds).encode(descriptor)?;
-        let started = self.started_unix_ns as f64 / 1e9;
-        let (unit, gauge) = (Unit::Seconds, MetricType::Gauge);
+        let cpu_seconds = ConstCounter::new(cpu_seconds);
+        encode(&mut encoder, "process_cpu", "seconds", help, &cpu_seconds)?;
+        let started = ConstGauge::new(self.started_unix_ns as f64 / 1e9);
         let help = "Unix time at which the process started";
-        let descriptor =
-            encoder.encode_descriptor("process_start_time", help, Some(&unit), gauge)?;
-        ConstGauge::new(started).encode(descriptor)?;
+        encode(&mut encoder, "process_start_time", "seconds", help, &started)?;
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-        for (name, help, unit, value) in [
-            (
-                "process_resident_memory",
-                "Resident memory",
-                Some(Unit::Bytes),
-                kibibytes(&status, "VmRSS"),
-            ),
-            (
-                "process_virtual_memory",
-                "Virtual memory",
-                Some(Unit::Bytes),
-                kibibytes(&status, "VmSize"),
-            ),
-            ("process_threads", "Threads", None, status_field(&status, "Threads")),
-            ("process_open_fds", "Open file descriptors", None, open_descriptors()),
-            (
-                "process_max_fds",
-                "The most file descriptors that the process may open",
-                None,
-                getrlimit(Resource::Nofile).current,
-            ),
+        let help = "The most file descriptors that the process may open";
+        for (name, unit, help, value) in [
+            ("process_resident_memory", "bytes", "Resident memory", kibibytes(&status, "VmRSS")),
+            ("process_virtual_memory", "bytes", "Virtual memory", kibibytes(&status, "VmSize")),
+            ("process_threads", "", "Threads", status_field(&status, "Threads")),
+            ("process_open_fds", "", "Open file descriptors", open_descriptors()),
+            ("process_max_fds", "", help, getrlimit(Resource::Nofile).current),
         ] {
             let Some(value) = value else { continue };
-            let descriptor = encoder.encode_descriptor(name, help, unit.as_ref(), gauge)?;
-            ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX)).encode(descriptor)?;
+            encode(&mut encoder, name, unit, help, &gauge(value))?;
         }
         Ok(())
     }

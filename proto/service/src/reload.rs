@@ -18,12 +18,11 @@ use arc_swap::ArcSwap;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::Registry,
 };
 use sha2::{Digest as _, Sha256};
 use tracing::{info, warn};
 
-use crate::tasks::Tasks;
+use crate::{metrics::By, tasks::Tasks};
 
 /// The time between two readings. With two readings for each change, a change takes effect within
 /// about a second. Reading three files takes some 50 µs.
@@ -43,31 +42,18 @@ pub enum Error {
     Content(String),
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Purpose {
-    purpose: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Change {
     purpose: &'static str,
     result: &'static str,
 }
 
-#[derive(Debug, Clone, Default)]
-pub struct Metrics {
-    reloads: Family<Change, Counter>,
-    outdated: Family<Purpose, Gauge>,
-}
-
-impl Metrics {
-    pub fn new(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        let help = "Changes of files, by what they are for and whether they can be used";
-        registry.register("file_reloads", help, metrics.reloads.clone());
-        let help = "1 while changed files can't be used and their old content is in effect";
-        registry.register("file_outdated", help, metrics.outdated.clone());
-        metrics
+crate::metrics! {
+    pub struct Metrics {
+        /// Changes of files, by what they are for and whether they can be used
+        reloads: Family<Change, Counter> = "file_reloads";
+        /// 1 while changed files can't be used and their old content is in effect
+        outdated: By<Gauge> = "file_outdated", By::label("purpose");
     }
 }
 
@@ -186,7 +172,7 @@ pub fn start<T: Send + Sync + 'static>(
     let follower = Follower {
         reloads: count("ok"),
         failures: count("failed"),
-        outdated: metrics.outdated.get_or_create_owned(&Purpose { purpose }),
+        outdated: metrics.outdated.get(purpose).clone(),
         source: Arc::new(source),
         value: value.clone(),
         changes: Changes { current: Ok(digest(&contents)), candidate: None },
@@ -318,11 +304,10 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         std::fs::write(path("a"), "1").unwrap();
         std::os::unix::fs::symlink(path("a"), path("link")).unwrap();
-        let mut registry = Registry::default();
-        let (metrics, tasks) = (Metrics::new(&mut registry), Tasks::default());
+        let (metrics, tasks) = (Metrics::default(), Tasks::default());
         let source = Source::new("test", vec![path("link")], number);
         let value = start(source, &metrics, &tasks).unwrap();
-        let outdated = metrics.outdated.get_or_create_owned(&Purpose { purpose: "test" });
+        let outdated = metrics.outdated.get("test").clone();
         let wait = async |want: (u32, i64)| {
             while (*value.load(), outdated.get()) != want {
                 tokio::time::sleep(READ_INTERVAL).await;

@@ -13,19 +13,19 @@ pub mod span;
 use std::{sync::Arc, time::Duration};
 
 use http::HeaderMap;
-use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::transport::Endpoint;
 
+pub use self::exporter::Metrics;
 use self::{
     context::{TRACEPARENT, TRACESTATE, TraceParent, trace_state},
-    exporter::{Exporter, LAST_EXPORTS_TIME_MAX, Metrics, SPANS_QUEUED_MAX},
+    exporter::{Exporter, LAST_EXPORTS_TIME_MAX, SPANS_QUEUED_MAX},
     record::Exported,
     settings::TracesTable,
     span::{Span, SpanQueue, Trace, new_trace_id, unsampled},
 };
-use crate::{reload, tasks::Tasks};
+use crate::{metrics::Registrar, reload, tasks::Tasks};
 
 #[expect(
     clippy::allow_attributes_without_reason,
@@ -66,7 +66,7 @@ pub struct TracesEnd(Option<(DropGuard, oneshot::Receiver<()>)>);
 pub fn start(
     table: &TracesTable,
     exported: Exported,
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     file_metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<(Traces, TracesEnd), Error> {

@@ -11,13 +11,10 @@ use std::{
 
 use arc_swap::ArcSwapOption;
 use parking_lot::Mutex;
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family},
-    registry::Registry,
-};
+use prometheus_client::metrics::counter::Counter;
 use service::{
     clock::now,
+    metrics::{By, Registrar},
     reload::{self, Reloaded, Source},
     tasks::Tasks,
 };
@@ -63,12 +60,15 @@ struct UrlKeys {
     readings: watch::Sender<u64>,
     refresh_gate: Mutex<RefreshGate>,
     wake: Notify,
-    reloads: Family<ResultLabel, Counter>,
+    metrics: Metrics,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabel {
-    result: &'static str,
+service::metrics! {
+    pub(crate) struct Metrics {
+        /// Readings of the URL of the token issuer's keys, by result; after a failed one the old
+        /// keys stay
+        reloads: By<Counter> = "auth_jwks_reloads", By::label("result");
+    }
 }
 
 /// Limits how often unknown key ids cause a reading. Pure.
@@ -105,7 +105,7 @@ impl JwksStore {
     /// Keys of a URL are not there yet when this returns.
     pub fn start(
         settings: &JwtTable,
-        registry: &mut Registry,
+        registry: &mut Registrar<'_>,
         file_metrics: &reload::Metrics,
         tasks: &Tasks,
     ) -> Result<Self, Error> {
@@ -118,11 +118,8 @@ impl JwksStore {
             readings: watch::Sender::new(0),
             refresh_gate: Mutex::default(),
             wake: Notify::new(),
-            reloads: Family::default(),
+            metrics: Metrics::new(registry),
         });
-        let help = "Readings of the URL of the token issuer's keys, by result; after a failed one \
-                    the old keys stay";
-        registry.register("auth_jwks_reloads", help, url_keys.reloads.clone());
         let fetcher = Fetcher::new(url, &settings.ca_file).map_err(Error::Client)?;
         tasks.spawn_essential("jwks", Arc::clone(&url_keys).follow(fetcher, tasks.token()));
         Ok(Self(Keys::Url(url_keys)))
@@ -195,7 +192,7 @@ impl UrlKeys {
                 "failed"
             }
         };
-        self.reloads.get_or_create(&ResultLabel { result }).inc();
+        self.metrics.reloads.get(result).inc();
     }
 }
 

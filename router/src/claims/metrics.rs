@@ -5,7 +5,6 @@ use std::time::Duration;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, histogram::Histogram},
-    registry::{Registry, Unit},
 };
 use service::histogram;
 
@@ -55,46 +54,32 @@ impl StoreResult {
     }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ClaimLabels {
     store: &'static str,
     result: &'static str,
 }
 
-/// All handles. Clones share the same values.
-#[derive(Debug, Clone)]
-pub(crate) struct Metrics {
-    claims: Family<ClaimLabels, Counter>,
-    seconds: Histogram,
-    /// Sessions that were placed without a claim, because nobody gave one.
-    pub(super) unclaimed: Counter,
-    /// Sessions of two agents that this router has closed at one of them.
-    pub(super) mended: Counter,
+/// Creates a histogram for an arbiter in the same network, which answers in a millisecond; the
+/// deadline is 20 ms.
+fn claim_histogram() -> Histogram {
+    histogram::create([0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 1.0])
+}
+
+service::metrics! {
+    pub(crate) struct Metrics {
+        /// Requests for claims on workers of sessions, by store and result
+        claims: Family<ClaimLabels, Counter> = "claims";
+        /// Time that turns and opens waited for a claim
+        seconds: Histogram = "claim" in "seconds", claim_histogram();
+        /// Sessions placed without a claim, because no store and no agent gave one
+        pub(super) unclaimed: Counter = "claims_missing";
+        /// Sessions that two agents had, closed by this router at one of them
+        pub(super) mended: Counter = "sessions_mended";
+    }
 }
 
 impl Metrics {
-    /// Creates the metrics, and registers them.
-    pub(crate) fn new(registry: &mut Registry) -> Self {
-        let metrics = Self {
-            claims: Family::default(),
-            // An arbiter in the same network answers in a millisecond; the deadline is 20 ms.
-            seconds: histogram::create([
-                0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 1.0,
-            ]),
-            unclaimed: Counter::default(),
-            mended: Counter::default(),
-        };
-        let help = "Requests for claims on workers of sessions, by store and result";
-        registry.register("claims", help, metrics.claims.clone());
-        let help = "Time that turns and opens waited for a claim";
-        registry.register_with_unit("claim", help, Unit::Seconds, metrics.seconds.clone());
-        let help = "Sessions placed without a claim, because no store and no agent gave one";
-        registry.register("claims_missing", help, metrics.unclaimed.clone());
-        let help = "Sessions that two agents had, closed by this router at one of them";
-        registry.register("sessions_mended", help, metrics.mended.clone());
-        metrics
-    }
-
     pub(super) fn count(&self, store: StoreKind, result: StoreResult) {
         let labels = ClaimLabels { store: store.as_str(), result: result.as_str() };
         self.claims.get_or_create(&labels).inc();

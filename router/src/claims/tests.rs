@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use prometheus_client::registry::Registry;
 use proto::placement_claim::{ClaimRequest, PlacementClaim};
 use tokio::sync::Semaphore;
 use tonic::async_trait;
@@ -40,7 +39,7 @@ fn claims(settings: &ClaimsTable) -> (Arc<Slow>, Arc<Claims>) {
     let table = MemoryStore(Mutex::new(ClaimTable::new(CLAIMS_MAX, 1)));
     let slow = Arc::new(Slow { table, asked: AtomicU32::new(0), answers: Semaphore::new(0) });
     let guarded = Guarded::new(StoreKind::Memory, Box::new(Arc::clone(&slow)));
-    let metrics = Metrics::new(&mut Registry::default());
+    let metrics = Metrics::default();
     let store = OpenStore { store: Some(guarded), metrics };
     let state = fleet(&[(0, 0); 3], start());
     let view = Arc::new(View::new(state.snapshot(), state.conversations()));

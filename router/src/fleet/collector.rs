@@ -6,17 +6,12 @@ use std::sync::Arc;
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric},
-    metrics::{
-        MetricType,
-        family::Family,
-        gauge::{ConstGauge, Gauge},
-    },
-    registry::Unit,
+    encoding::DescriptorEncoder,
+    metrics::gauge::{ConstGauge, Gauge},
 };
+use service::metrics::{By, encode, gauge};
 
 use super::{view::View, worker::WorkerState};
-use crate::metrics::StateLabel;
 
 #[derive(Debug)]
 pub(crate) struct FleetCollector(pub(crate) Arc<View>);
@@ -25,30 +20,21 @@ impl Collector for FleetCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let now = service::clock::now();
         let view = self.0.load();
-        let workers = Family::<StateLabel, Gauge>::default();
+        let workers = By::<Gauge>::label("state");
         for state in WorkerState::ALL {
-            workers.get_or_create(&StateLabel { state: state.as_str() }).set(0);
+            workers.get(state.as_str()).set(0);
         }
         for (worker, ..) in view.workers() {
-            let state = view.state(worker, now).as_str();
-            workers.get_or_create(&StateLabel { state }).inc();
+            workers.get(view.state(worker, now).as_str()).inc();
         }
-        let gauge = MetricType::Gauge;
-        workers.encode(encoder.encode_descriptor("workers", "Workers by state", None, gauge)?)?;
+        encode(&mut encoder, "workers", "", "Workers by state", &workers)?;
         let reports = view.agents.iter().filter_map(|agent| agent.report.as_ref());
         let oldest_s = reports
             .map(|(_, at)| now.saturating_duration_since(*at).as_secs_f64())
             .fold(0.0_f64, f64::max);
         let help = "Age of the oldest load report of a connected agent";
-        let unit = Unit::Seconds;
-        ConstGauge::new(oldest_s).encode(encoder.encode_descriptor(
-            "report_age_max",
-            help,
-            Some(&unit),
-            gauge,
-        )?)?;
-        let sessions = i64::try_from(view.sessions.len()).unwrap_or(i64::MAX);
-        let help = "Sessions in the agents' tables";
-        ConstGauge::new(sessions).encode(encoder.encode_descriptor("sessions", help, None, gauge)?)
+        encode(&mut encoder, "report_age_max", "seconds", help, &ConstGauge::new(oldest_s))?;
+        let sessions = gauge(view.sessions.len() as u64);
+        encode(&mut encoder, "sessions", "", "Sessions in the agents' tables", &sessions)
     }
 }

@@ -6,12 +6,8 @@
 
 use std::time::Duration;
 
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, histogram::Histogram},
-    registry::{Registry, Unit},
-};
-use service::histogram;
+use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
+use service::{histogram, metrics::By};
 
 /// The tokens of a turn, as far as they are known.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -24,28 +20,34 @@ pub(crate) struct TurnTokenCounts {
     pub(crate) uncached_expected: Option<u64>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct SideLabel {
-    side: &'static str,
-}
-
-/// Differences between what was expected and what was observed.
-type Errors = Family<SideLabel, Histogram, fn() -> Histogram>;
-
-/// The handles of these metrics. Clones share the same values.
-#[derive(Debug, Clone)]
-pub(crate) struct TurnMetrics {
-    prompt_tokens: Counter,
-    cached_tokens: Counter,
-    computed_tokens: Counter,
-    output_tokens: Counter,
-    first_byte: Histogram,
-    decide: Histogram,
-    staged_prefill: Histogram,
-    gap: Histogram,
-    turn: Histogram,
-    ttft_errors: Errors,
-    overlap_errors: Errors,
+service::metrics! {
+    pub(crate) struct TurnMetrics {
+        /// Tokens of prompts, as engines report them
+        prompt_tokens: Counter = "prompt_tokens";
+        /// Prompt tokens whose KV was there. SGLang's OpenAI routes report them only with
+        /// --enable-cache-report
+        cached_tokens: Counter = "cached_tokens";
+        /// Prompt tokens that engines computed, of turns whose cached tokens are reported
+        computed_tokens: Counter = "computed_tokens";
+        /// Tokens of answers, as engines report them
+        output_tokens: Counter = "output_tokens";
+        /// Time from a turn's arrival to the first byte of a successful answer's body
+        first_byte: Histogram = "first_byte" in "seconds", seconds();
+        /// Time from a turn's arrival to its placement
+        decide: Histogram = "decide" in "seconds", short_seconds();
+        /// Time that long prompts took to be computed in stages before their turns
+        staged_prefill: Histogram = "staged_prefill" in "seconds", seconds();
+        /// Time between two parts of a streamed answer, which have a token or more each
+        gap: Histogram = "stream_gap" in "seconds", short_seconds();
+        /// Time from a turn's arrival to the end of its successful answer
+        turn: Histogram = "turn" in "seconds", seconds();
+        /// Difference between the time from placement to the first byte that placement expected
+        /// and the time that passed
+        ttft_errors: By<Histogram> = "ttft_error" in "seconds", By::new("side", seconds);
+        /// Difference between the prompt tokens that placement expected to be computed and those
+        /// that were
+        overlap_errors: By<Histogram> = "overlap_error" in "tokens", By::new("side", tokens);
+    }
 }
 
 /// Creates a histogram from 5 ms to two minutes. A turn with cached KV answers in 20 ms, and one
@@ -68,58 +70,6 @@ fn tokens() -> Histogram {
 }
 
 impl TurnMetrics {
-    pub(super) fn new(registry: &mut Registry) -> Self {
-        let metrics = Self {
-            prompt_tokens: Counter::default(),
-            cached_tokens: Counter::default(),
-            computed_tokens: Counter::default(),
-            output_tokens: Counter::default(),
-            first_byte: seconds(),
-            decide: short_seconds(),
-            staged_prefill: seconds(),
-            gap: short_seconds(),
-            turn: seconds(),
-            ttft_errors: Errors::new_with_constructor(seconds),
-            overlap_errors: Errors::new_with_constructor(tokens),
-        };
-        metrics.register_tokens(registry);
-        metrics.register_times(registry);
-        metrics
-    }
-
-    fn register_tokens(&self, registry: &mut Registry) {
-        let help = "Tokens of prompts, as engines report them";
-        registry.register("prompt_tokens", help, self.prompt_tokens.clone());
-        let help = "Prompt tokens whose KV was there. SGLang's OpenAI routes report them only with \
-                    --enable-cache-report";
-        registry.register("cached_tokens", help, self.cached_tokens.clone());
-        let help = "Prompt tokens that engines computed, of turns whose cached tokens are reported";
-        registry.register("computed_tokens", help, self.computed_tokens.clone());
-        let help = "Tokens of answers, as engines report them";
-        registry.register("output_tokens", help, self.output_tokens.clone());
-        let help = "Difference between the prompt tokens that placement expected to be computed \
-                    and those that were";
-        let unit = Unit::Other("tokens".to_owned());
-        registry.register_with_unit("overlap_error", help, unit, self.overlap_errors.clone());
-    }
-
-    fn register_times(&self, registry: &mut Registry) {
-        let help = "Time from a turn's arrival to the first byte of a successful answer's body";
-        registry.register_with_unit("first_byte", help, Unit::Seconds, self.first_byte.clone());
-        let help = "Time from a turn's arrival to its placement";
-        registry.register_with_unit("decide", help, Unit::Seconds, self.decide.clone());
-        let help = "Time that long prompts took to be computed in stages before their turns";
-        let staged_prefill = self.staged_prefill.clone();
-        registry.register_with_unit("staged_prefill", help, Unit::Seconds, staged_prefill);
-        let help = "Time between two parts of a streamed answer, which have a token or more each";
-        registry.register_with_unit("stream_gap", help, Unit::Seconds, self.gap.clone());
-        let help = "Time from a turn's arrival to the end of its successful answer";
-        registry.register_with_unit("turn", help, Unit::Seconds, self.turn.clone());
-        let help = "Difference between the time from placement to the first byte that placement \
-                    expected and the time that passed";
-        registry.register_with_unit("ttft_error", help, Unit::Seconds, self.ttft_errors.clone());
-    }
-
     /// Records the time from a turn's arrival to its placement.
     pub(crate) fn observe_decision(&self, elapsed: Duration) {
         self.decide.observe(elapsed.as_secs_f64());
@@ -171,19 +121,22 @@ impl TurnMetrics {
 }
 
 /// Records how far an expectation was from the observation.
-fn compare(errors: &Errors, expected: f64, observed: f64) {
+fn compare(errors: &By<Histogram>, expected: f64, observed: f64) {
     let side = if expected > observed { "over" } else { "under" };
-    errors.get_or_create(&SideLabel { side }).observe((expected - observed).abs());
+    errors.get(side).observe((expected - observed).abs());
 }
 
 #[cfg(test)]
 mod tests {
+    use prometheus_client::registry::Registry;
+    use service::metrics::Registrar;
+
     use super::*;
 
     #[test]
     fn only_reported_tokens_count_and_errors_have_a_side() {
         let mut registry = Registry::default();
-        let metrics = TurnMetrics::new(&mut registry);
+        let metrics = TurnMetrics::new(&mut Registrar::new(&mut registry));
         let counts = |prompt, cached, uncached_expected| TurnTokenCounts {
             prompt,
             cached,

@@ -89,8 +89,7 @@ impl Models {
     #[cfg(test)]
     pub(crate) fn with_memory(bytes: usize) -> Self {
         let sizes = PoolSizes { requests: 1, turns: 1, body_bytes: 1, tokenizer_bytes: bytes };
-        let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default());
-        Self::new(&Shares::new(sizes), Arc::new(metrics))
+        Self::new(&Shares::new(sizes), Arc::default())
     }
 
     /// Makes the blocks of a text with the engine's model, if that is loaded. If the body is too

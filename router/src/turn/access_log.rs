@@ -16,9 +16,12 @@ use std::{
 
 use http::Method;
 use parking_lot::Mutex;
-use prometheus_client::{metrics::counter::Counter, registry::Registry};
+use prometheus_client::metrics::counter::Counter;
 use serde::Serialize;
-use service::clock::{now, unix_ns, whole_millis};
+use service::{
+    clock::{now, unix_ns, whole_millis},
+    metrics::Registrar,
+};
 use tracing::warn;
 
 use super::ended::TurnRecord;
@@ -104,18 +107,22 @@ struct TurnMembers {
     output_tokens: Option<u64>,
 }
 
+service::metrics! {
+    pub(crate) struct Metrics {
+        /// Requests without a line in the access log, because it was slow or failed
+        dropped: Counter = "access_log_lines_dropped";
+    }
+}
+
 impl AccessLog {
     /// Lines are added to the file `path`; `-` is standard output.
-    pub(crate) fn start(path: &Path, registry: &mut Registry) -> io::Result<(Self, LogEnd)> {
+    pub(crate) fn start(path: &Path, registry: &mut Registrar<'_>) -> io::Result<(Self, LogEnd)> {
         let target: Box<dyn Write + Send> = if path == Path::new("-") {
             Box::new(io::stdout())
         } else {
             Box::new(OpenOptions::new().create(true).append(true).open(path)?)
         };
-        let dropped = Counter::default();
-        let help = "Requests without a line in the access log, because it was slow or failed";
-        registry.register("access_log_lines_dropped", help, dropped.clone());
-        Self::with(target, dropped)
+        Self::with(target, Metrics::new(registry).dropped)
     }
 
     fn with(target: Box<dyn Write + Send>, dropped: Counter) -> io::Result<(Self, LogEnd)> {

@@ -5,7 +5,6 @@
 use std::path::PathBuf;
 
 use hyper_util::client::legacy::connect::HttpConnector;
-use prometheus_client::registry::Registry;
 use proto::v1::worker_agent_client::WorkerAgentClient;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, date_time_ymd,
@@ -178,7 +177,7 @@ impl Files {
 }
 
 fn start(files: &ClientFiles) -> ClientTls {
-    let metrics = reload::Metrics::new(&mut Registry::default());
+    let metrics = reload::Metrics::default();
     files.start(&metrics, &Tasks::default()).expect("the files are whole")
 }
 

@@ -219,14 +219,13 @@ impl AsyncWrite for ControlConnection {
 
 #[cfg(test)]
 mod tests {
-    use prometheus_client::registry::Registry;
     use tokio::io::AsyncReadExt as _;
     use tokio_stream::StreamExt as _;
 
     use super::*;
 
     fn one_connection() -> ConnectionLimits {
-        let metrics = server::Metrics::new(&mut Registry::default());
+        let metrics = server::Metrics::default();
         ConnectionLimits { connections_max: 1, metrics }
     }
 

@@ -9,50 +9,30 @@ use std::{
     task::{Context, Poll},
 };
 
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family},
-    registry::Registry,
-};
+use prometheus_client::metrics::counter::Counter;
 use proto::placement_claim::{self, PlacementClaim};
+use service::metrics::By;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::Stream;
 use tonic::Status;
 
-#[derive(Debug, Clone)]
-pub struct Metrics {
-    refused: Family<StreamLabel, Counter>,
-    claims: Family<ResultLabel, Counter>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabel {
-    result: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct StreamLabel {
-    stream: &'static str,
+service::metrics! {
+    pub struct Metrics {
+        /// Streams of routers that the control port refused, because it has as many as it may have
+        refused: By<Counter> = "control_streams_refused", By::label("stream");
+        /// Claims of routers on the workers of sessions, by result
+        claims: By<Counter> = "placement_claims", By::label("result");
+    }
 }
 
 impl Metrics {
-    pub fn new(registry: &mut Registry) -> Self {
-        let metrics = Self { refused: Family::default(), claims: Family::default() };
-        let help = "Streams of routers that the control port refused, because it has as many as it \
-                    may have";
-        registry.register("control_streams_refused", help, metrics.refused.clone());
-        let help = "Claims of routers on the workers of sessions, by result";
-        registry.register("placement_claims", help, metrics.claims.clone());
-        metrics
-    }
-
     pub(super) fn count_claim(&self, claim: &Result<PlacementClaim, placement_claim::Error>) {
         let result = match claim {
             Ok(claim) if claim.is_granted => "granted",
             Ok(_) => "held",
             Err(_) => "full",
         };
-        self.claims.get_or_create(&ResultLabel { result }).inc();
+        self.claims.get(result).inc();
     }
 }
 
@@ -65,7 +45,7 @@ pub(super) struct Places {
 
 impl Places {
     pub(super) fn new(stream: &'static str, count: usize, metrics: &Metrics) -> Self {
-        let refused = metrics.refused.get_or_create_owned(&StreamLabel { stream });
+        let refused = metrics.refused.get(stream).clone();
         Self { free: Arc::new(Semaphore::new(count)), count, refused }
     }
 

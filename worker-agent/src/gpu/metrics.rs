@@ -16,9 +16,10 @@ use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, NoLabelSet},
     metrics::MetricType,
-    registry::{Registry, Unit},
+    registry::Unit,
 };
 use proto::load::{Device, LoadReport};
+use service::metrics::Registrar;
 use tokio::sync::watch;
 
 use self::table::{DEVICE_METRICS, MetricSpec, float};
@@ -29,15 +30,18 @@ use super::tracker::{DeviceState, Snapshot};
 struct DeviceCollector {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     report: watch::Receiver<Arc<LoadReport>>,
+    /// Whether a metric without lines is named.
+    shows_empty: bool,
 }
 
 /// Adds the metrics of devices and of their KV pools to `registry`.
 pub fn register(
-    registry: &mut Registry,
+    registry: &mut Registrar<'_>,
     snapshot: watch::Receiver<Arc<Snapshot>>,
     report: watch::Receiver<Arc<LoadReport>>,
 ) {
-    registry.register_collector(Box::new(DeviceCollector { snapshot, report }));
+    let shows_empty = registry.shows_empty();
+    registry.add_collector(DeviceCollector { snapshot, report, shows_empty });
 }
 
 /// Label names and values.
@@ -59,18 +63,18 @@ impl Collector for DeviceCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let report = Arc::clone(&self.report.borrow());
-        for metric in device_metrics(&snapshot).into_iter().chain(pool_metrics(&report)) {
-            metric.encode(&mut encoder)?;
+        let metrics = device_metrics(&snapshot).into_iter().chain(pool_metrics(&report));
+        for metric in metrics.chain([age_metric(&snapshot, service::clock::now())]) {
+            if self.shows_empty || !metric.lines.is_empty() {
+                metric.encode(&mut encoder)?;
+            }
         }
-        encode_age(&snapshot, service::clock::now(), &mut encoder)
+        Ok(())
     }
 }
 
 impl Metric {
     fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        if self.lines.is_empty() {
-            return Ok(());
-        }
         let Self { name, help, unit, metric_type, .. } = self;
         let mut metric = encoder.encode_descriptor(name, help, unit.as_ref(), *metric_type)?;
         for (labels, value) in &self.lines {
@@ -84,22 +88,17 @@ impl Metric {
     }
 }
 
-/// Encodes the time since the devices were last read. The time grows while an NVML call hangs. A
+/// Returns the time since the devices were last read. The time grows while an NVML call hangs. A
 /// machine without devices gets no line.
-fn encode_age(
-    snapshot: &Snapshot,
-    now: Instant,
-    encoder: &mut DescriptorEncoder<'_>,
-) -> Result<(), fmt::Error> {
+fn age_metric(snapshot: &Snapshot, now: Instant) -> Metric {
     let age = now.saturating_duration_since(snapshot.read_at).as_secs_f64();
-    let metric = Metric {
+    Metric {
         name: "gpu_readings_age",
         help: "Time since the GPUs were last read",
         unit: Some(Unit::Seconds),
         metric_type: MetricType::Gauge,
         lines: snapshot.devices.iter().take(1).map(|_| (vec![], age)).collect(),
-    };
-    metric.encode(encoder)
+    }
 }
 
 /// The values that one metric has for a device, each with its labels. The label for the device is

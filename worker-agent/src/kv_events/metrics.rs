@@ -6,73 +6,39 @@
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::Registry,
 };
 use proto::block::Tier;
+use service::metrics::{By, to_i64};
 
 use super::rank_cache::{Counts, RankCache};
+use crate::metrics::{RankKindLabel, RankLabel};
 
-/// Handles of all KV metrics. Clones share them.
-#[derive(Debug, Clone)]
-pub struct Metrics {
-    events: Family<KindLabel, Counter>,
-    sequence_faults: Family<KindLabel, Counter>,
-    tree_requests: Family<OutcomeLabel, Counter>,
-    blocks: Family<TierLabel, Gauge>,
-    index_bytes: Family<RankLabel, Gauge>,
-    watchers: Gauge,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct KindLabel {
-    dp_rank: u32,
-    kind: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OutcomeLabel {
-    outcome: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TierLabel {
     dp_rank: u32,
     tier: &'static str,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct RankLabel {
-    dp_rank: u32,
+service::metrics! {
+    pub struct Metrics {
+        /// KV events of the engine, by kind; orphan, mismatch, refused and malformed ones were not
+        /// applied
+        events: Family<RankKindLabel, Counter> = "kv_events";
+        /// Irregularities in the sequence of the engine's messages: gaps, lost messages, requested
+        /// replays, restarts
+        sequence_faults: Family<RankKindLabel, Counter> = "kv_order";
+        /// Requests to publish the engine's whole tree again, by outcome
+        tree_requests: By<Counter> = "kv_resyncs", By::label("outcome");
+        /// Routing blocks resident on the engine, by tier
+        blocks: Family<TierLabel, Gauge> = "kv_blocks";
+        /// Memory that the agent holds to track the resident pages, bytes
+        index_bytes: Family<RankLabel, Gauge> = "kv_index_bytes";
+        /// Routers that watch the resident blocks
+        watchers: Gauge = "kv_watchers";
+    }
 }
 
 impl Metrics {
-    /// Creates the metrics and registers them under `registry`.
-    pub fn new(registry: &mut Registry) -> Self {
-        let metrics = Self {
-            events: Family::default(),
-            sequence_faults: Family::default(),
-            tree_requests: Family::default(),
-            blocks: Family::default(),
-            index_bytes: Family::default(),
-            watchers: Gauge::default(),
-        };
-        let help = "KV events of the engine, by kind; orphan, mismatch, refused and malformed \
-                    ones were not applied";
-        registry.register("kv_events", help, metrics.events.clone());
-        let help = "Irregularities in the sequence of the engine's messages: gaps, lost messages, \
-                    requested replays, restarts";
-        registry.register("kv_order", help, metrics.sequence_faults.clone());
-        let help = "Requests to publish the engine's whole tree again, by outcome";
-        registry.register("kv_resyncs", help, metrics.tree_requests.clone());
-        let help = "Routing blocks resident on the engine, by tier";
-        registry.register("kv_blocks", help, metrics.blocks.clone());
-        let help = "Memory that the agent holds to track the resident pages, bytes";
-        registry.register("kv_index_bytes", help, metrics.index_bytes.clone());
-        let help = "Routers that watch the resident blocks";
-        registry.register("kv_watchers", help, metrics.watchers.clone());
-        metrics
-    }
-
     /// Adds a rank's event counts since the last call, and sets its resident blocks and memory.
     pub(super) fn update(&self, dp_rank: u32, rank: &mut RankCache) {
         let Counts {
@@ -97,12 +63,12 @@ impl Metrics {
             ("refused", refused),
             ("malformed", malformed),
         ] {
-            self.events.get_or_create(&KindLabel { dp_rank, kind }).inc_by(count);
+            self.events.get_or_create(&RankKindLabel { dp_rank, kind }).inc_by(count);
         }
         for (kind, count) in
             [("gap", gaps), ("lost", lost_messages), ("replay", replays), ("restart", restarts)]
         {
-            self.sequence_faults.get_or_create(&KindLabel { dp_rank, kind }).inc_by(count);
+            self.sequence_faults.get_or_create(&RankKindLabel { dp_rank, kind }).inc_by(count);
         }
         for (tier, blocks) in rank.resident_blocks() {
             let tier = tier_name(tier);
@@ -123,7 +89,7 @@ impl Metrics {
 
     /// Counts one request to publish the engine's radix tree again.
     pub(super) fn count_tree_request(&self, outcome: &'static str) {
-        self.tree_requests.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.tree_requests.get(outcome).inc();
     }
 
     /// Changes the number of watchers by `change`.
@@ -137,8 +103,4 @@ fn tier_name(tier: Tier) -> &'static str {
         Tier::Device => "device",
         Tier::Host => "host",
     }
-}
-
-fn to_i64(value: u64) -> i64 {
-    i64::try_from(value).unwrap_or(i64::MAX)
 }

@@ -3,11 +3,9 @@
 //! A load report says how full each data-parallel rank of the engine is. Each gauge has a function
 //! that takes its value from a rank's part of the report.
 
-use prometheus_client::{
-    metrics::{family::Family, gauge::Gauge},
-    registry::{Registry, Unit},
-};
+use prometheus_client::metrics::{family::Family, gauge::Gauge};
 use proto::load::{Figure, RankLoad};
+use service::metrics::Registrar;
 
 use super::{RankLabel, set_gauge};
 
@@ -15,7 +13,8 @@ use super::{RankLabel, set_gauge};
 struct LoadGauge {
     name: &'static str,
     help: &'static str,
-    unit: Option<&'static str>,
+    /// Empty for a count.
+    unit: &'static str,
     value: fn(&RankLoad) -> Option<u64>,
 }
 
@@ -24,7 +23,7 @@ const fn tokens(
     help: &'static str,
     value: fn(&RankLoad) -> Option<u64>,
 ) -> LoadGauge {
-    LoadGauge { name, help, unit: Some("tokens"), value }
+    LoadGauge { name, help, unit: "tokens", value }
 }
 
 const fn count(
@@ -32,7 +31,7 @@ const fn count(
     help: &'static str,
     value: fn(&RankLoad) -> Option<u64>,
 ) -> LoadGauge {
-    LoadGauge { name, help, unit: None, value }
+    LoadGauge { name, help, unit: "", value }
 }
 
 fn number(figure: Option<Figure>) -> Option<u64> {
@@ -73,7 +72,7 @@ const GAUGES: [LoadGauge; 20] = [
     LoadGauge {
         name: "prefill_rate",
         help: "Prompt tokens that the engine computes while it does nothing else, as measured",
-        unit: Some("tokens_per_second"),
+        unit: "tokens_per_second",
         value: |rank| number(rank.prefill_tokens_per_s),
     },
     tokens("prefill_backlog", "Prompt tokens of admitted turns that are not computed", |rank| {
@@ -91,20 +90,14 @@ const GAUGES: [LoadGauge; 20] = [
 ];
 
 /// The gauges' values. Clones share them.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(super) struct LoadGauges([Family<RankLabel, Gauge>; GAUGES.len()]);
 
 impl LoadGauges {
-    pub(super) fn register(&self, registry: &mut Registry) {
-        for (LoadGauge { name, help, unit, .. }, family) in GAUGES.iter().zip(&self.0) {
-            match unit {
-                Some(unit) => {
-                    let unit = Unit::Other((*unit).to_owned());
-                    registry.register_with_unit(*name, *help, unit, family.clone());
-                }
-                None => registry.register(*name, *help, family.clone()),
-            }
-        }
+    pub(super) fn new(registry: &mut Registrar<'_>) -> Self {
+        Self(GAUGES.map(|LoadGauge { name, help, unit, .. }| {
+            registry.add(name, unit, help, Family::default())
+        }))
     }
 
     /// Sets all gauges. A figure that the report lacks has no line.

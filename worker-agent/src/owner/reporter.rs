@@ -89,13 +89,9 @@ impl Reporter {
     ) -> Self {
         let first_report = LoadReport {
             interval: setup.report_interval,
-            // Until the engine is reached, no ranks are known.
-            ranks: vec![],
             unhealthy: unhealthy_reason,
-            draining: false,
-            restart_required: None,
-            held: None,
-            weights: Weights::default(),
+            // Until the engine is reached, no ranks are known.
+            ..LoadReport::default()
         };
         Self {
             setup,

@@ -5,17 +5,14 @@
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::{Registry, Unit},
 };
 
-use crate::tls::server::HandshakeError;
+use crate::{
+    metrics::{By, to_i64},
+    tls::server::HandshakeError,
+};
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct PortLabel {
-    port: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ClosedLabel {
     port: &'static str,
     reason: &'static str,
@@ -34,40 +31,22 @@ pub(super) enum CloseReason {
     Full,
 }
 
-/// The metrics of connections. Clones share the same values.
-#[derive(Debug, Clone)]
-pub struct Metrics {
-    open: Family<PortLabel, Gauge>,
-    closed: Family<ClosedLabel, Counter>,
-    failed_handshakes: Family<ClosedLabel, Counter>,
-    /// Bytes of answers that wait in memory for their clients.
-    pub answer_buffer_bytes: Gauge,
+crate::metrics! {
+    pub struct Metrics {
+        /// Open connections, by port
+        open: By<Gauge> = "connections", By::label("port");
+        /// Connections that the server closed or refused, by port and reason
+        closed: Family<ClosedLabel, Counter> = "connections_closed";
+        /// TLS handshakes that failed, by port and reason
+        failed_handshakes: Family<ClosedLabel, Counter> = "tls_handshakes_failed";
+        /// Bytes of answers that wait in memory for clients that read slowly
+        pub answer_buffer_bytes: Gauge = "answer_buffer" in "bytes";
+    }
 }
 
 impl Metrics {
-    /// Creates the metrics, and registers them in `registry`.
-    pub fn new(registry: &mut Registry) -> Self {
-        let metrics = Self {
-            open: Family::default(),
-            closed: Family::default(),
-            failed_handshakes: Family::default(),
-            answer_buffer_bytes: Gauge::default(),
-        };
-        let help = "Open connections, by port";
-        registry.register("connections", help, metrics.open.clone());
-        let help = "Connections that the server closed or refused, by port and reason";
-        registry.register("connections_closed", help, metrics.closed.clone());
-        let help = "TLS handshakes that failed, by port and reason";
-        registry.register("tls_handshakes_failed", help, metrics.failed_handshakes.clone());
-        let help = "Bytes of answers that wait in memory for clients that read slowly";
-        let bytes = metrics.answer_buffer_bytes.clone();
-        registry.register_with_unit("answer_buffer", help, Unit::Bytes, bytes);
-        metrics
-    }
-
     pub(super) fn set_open(&self, port: &'static str, count: usize) {
-        let count = i64::try_from(count).unwrap_or(i64::MAX);
-        self.open.get_or_create(&PortLabel { port }).set(count);
+        self.open.get(port).set(to_i64(count as u64));
     }
 
     /// Counts a connection that was closed at once, because the port has as many as it may have.

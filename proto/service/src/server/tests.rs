@@ -14,6 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
+use crate::metrics::Registrar;
 
 /// A server on a free port, whose limits a test has changed.
 struct Server {
@@ -25,7 +26,7 @@ struct Server {
 impl Server {
     async fn start(app: Router, change: impl FnOnce(&mut PortLimits)) -> Self {
         let mut registry = Registry::default();
-        let metrics = Metrics::new(&mut registry);
+        let metrics = Metrics::new(&mut Registrar::new(&mut registry));
         let mut limits = PortLimits::data(&ConnectionSettings::default(), 1, 1000, &metrics);
         change(&mut limits);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -261,7 +262,7 @@ async fn answers_that_wait_for_no_body_take_no_place() {
 
 #[tokio::test(start_paused = true)]
 async fn an_idle_connection_has_time_for_a_request_before_another_one_closes_it() {
-    let metrics = Metrics::new(&mut Registry::default());
+    let metrics = Metrics::default();
     let settings = ConnectionSettings::default();
     let port = Arc::new(Port::new(
         PortLimits::data(&settings, 0, 1, &metrics),

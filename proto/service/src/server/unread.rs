@@ -376,7 +376,6 @@ mod tests {
         routing::{get, post},
     };
     use http::StatusCode;
-    use prometheus_client::registry::Registry;
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _},
         net::{TcpListener, TcpStream},
@@ -400,7 +399,7 @@ mod tests {
         });
         let refused = get(|| async { Refusal::new(Code::Claim, "send turns to a router") });
         let app = Router::new().route("/", echo).route("/refused", refused);
-        let metrics = Metrics::new(&mut Registry::default());
+        let metrics = Metrics::default();
         let limits = PortLimits::data(&ConnectionSettings::default(), 1, 1000, &metrics);
         tasks.spawn(serve(listener, app, limits, None, tasks.clone()));
         let mut client = TcpStream::connect(addr).await.unwrap();

@@ -4,7 +4,6 @@ use std::{net::SocketAddr, path::Path};
 
 use http::Uri;
 use hyper_util::client::legacy::connect::HttpConnector;
-use prometheus_client::registry::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower_service::Service as _;
@@ -107,7 +106,7 @@ async fn exchange(mut connector: Connector, uri: Uri) -> Result<(), BoxError> {
 }
 
 async fn connect(server: &ServerFiles, client: &ClientFiles) -> Result<(), String> {
-    let (metrics, tasks) = (reload::Metrics::new(&mut Registry::default()), Tasks::default());
+    let (metrics, tasks) = (reload::Metrics::default(), Tasks::default());
     let addr = start_server(server, &metrics, &tasks).await;
     let tls = Some(client.start(&metrics, &tasks).unwrap());
     let connector = Connector::new(HttpConnector::new(), tls, Protocol::Http1, LIMIT);
@@ -162,7 +161,7 @@ async fn a_server_of_another_ca_or_name_is_trusted_only_if_the_settings_say_so()
 #[tokio::test]
 async fn a_client_that_speaks_no_tls_is_closed() {
     let files = Files::new();
-    let (metrics, tasks) = (reload::Metrics::new(&mut Registry::default()), Tasks::default());
+    let (metrics, tasks) = (reload::Metrics::default(), Tasks::default());
     let addr = start_server(&files.server("server", None), &metrics, &tasks).await;
     let mut stream = tokio::net::TcpStream::connect(addr).await.unwrap();
     stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();

@@ -6,11 +6,7 @@
 use std::time::Duration;
 
 use hyper_util::client::legacy::connect::HttpConnector;
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family},
-    registry::Registry,
-};
+use prometheus_client::metrics::counter::Counter;
 use tokio::{
     sync::mpsc,
     time::{Instant, timeout, timeout_at},
@@ -28,6 +24,7 @@ use super::{
 };
 use crate::{
     log::describe_error,
+    metrics::By,
     tls::{
         Protocol,
         client::{ClientTls, Connector},
@@ -57,44 +54,32 @@ pub(super) enum DropReason {
 }
 
 impl DropReason {
-    fn label(self) -> DropLabel {
-        let reason = match self {
+    fn as_str(self) -> &'static str {
+        match self {
             Self::QueueFull => "queue_full",
             Self::ExportFailed => "export_failed",
             Self::Rejected => "rejected",
-        };
-        DropLabel { reason }
+        }
     }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct DropLabel {
-    reason: &'static str,
-}
-
-#[derive(Debug, Clone, Default)]
-pub(super) struct Metrics {
-    exported: Counter,
-    dropped: Family<DropLabel, Counter>,
+crate::metrics! {
+    pub struct Metrics {
+        /// Spans of traces that the collector has taken
+        exported: Counter = "spans_exported";
+        /// Spans of traces that were dropped, by reason
+        dropped: By<Counter> = "spans_dropped", By::label("reason");
+    }
 }
 
 impl Metrics {
-    pub(super) fn new(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
-        let help = "Spans of traces that the collector has taken";
-        registry.register("spans_exported", help, metrics.exported.clone());
-        let help = "Spans of traces that were dropped, by reason";
-        registry.register("spans_dropped", help, metrics.dropped.clone());
-        metrics
-    }
-
     pub(super) fn count_dropped(&self, reason: DropReason, spans: u64) {
-        self.dropped.get_or_create(&reason.label()).inc_by(spans);
+        self.dropped.get(reason.as_str()).inc_by(spans);
     }
 
     #[cfg(test)]
     pub(super) fn dropped(&self, reason: DropReason) -> u64 {
-        self.dropped.get_or_create(&reason.label()).get()
+        self.dropped.get(reason.as_str()).get()
     }
 }
 

@@ -78,7 +78,7 @@ fn blocks(model: &Model, form: PromptForm, body: &str) -> Option<Blocks> {
 fn a_text_that_finds_no_memory_is_estimated_and_one_that_fits_gives_its_memory_back() {
     let sizes = PoolSizes { requests: 1, turns: 1, body_bytes: 1, tokenizer_bytes: 320_000 };
     let shares = Shares::new(sizes);
-    let metrics = Metrics::new(&mut prometheus_client::registry::Registry::default()).into();
+    let metrics = Metrics::default().into();
     let caller = Caller {
         principal: "a".into(),
         is_admin: false,
