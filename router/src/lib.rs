@@ -87,6 +87,7 @@ use crate::{
     },
 };
 
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Names that came once and may be the names of requests have a table of their own, so that they
 /// take no session's place. With 100 such requests a second, a name is known for two minutes; a
 /// place takes about half a KiB.
@@ -136,8 +137,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         return Err(Error::Settings(Problems(problems)));
     }
     let mut root = Registry::default();
-    let registry =
-        &mut process_metrics::register(&mut root, "berth_router", env!("CARGO_PKG_VERSION"));
+    let registry = &mut process_metrics::register(&mut root, "berth_router", VERSION);
     let file_metrics = reload::Metrics::new(registry);
     let (tls, credentials) = start_access(&config, &file_metrics, &tasks)?;
     let state = State::new(&config);
@@ -377,7 +377,7 @@ fn start_traces(
     file_metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<(Traces, TracesEnd), traces::Error> {
-    let (service, version) = ("berth-router", env!("CARGO_PKG_VERSION"));
+    let (service, version) = ("berth-router", VERSION);
     let exported = Exported { service, version, instance: format!("{:016x}", fastrand::u64(..)) };
     traces::start(&config.traces, exported, registry, file_metrics, tasks)
 }

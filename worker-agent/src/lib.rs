@@ -65,6 +65,7 @@ use crate::{
     staged_prefill_queue::StagedPrefillQueues,
 };
 
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// To the data port, however many turns may run and wait. With the default settings, eight GPUs run
 /// and queue fewer turns.
 const CLIENT_CONNECTIONS_MAX: usize = 8192;
@@ -137,8 +138,7 @@ pub async fn run(
 ) -> Result<(), Error> {
     let tasks = Tasks::default();
     let mut root = Registry::default();
-    let registry =
-        &mut process_metrics::register(&mut root, "berth_agent", env!("CARGO_PKG_VERSION"));
+    let registry = &mut process_metrics::register(&mut root, "berth_agent", VERSION);
     let (metrics, port_limits) = (Metrics::new(registry), limit_ports(&mut config, registry));
     let engine = engine_client(&config);
     log_start(&config, &listeners)?;
@@ -223,7 +223,7 @@ fn start_traces(
     file_metrics: &reload::Metrics,
     tasks: &Tasks,
 ) -> Result<(Traces, TracesEnd), traces::Error> {
-    let (service, version) = ("berth-agent", env!("CARGO_PKG_VERSION"));
+    let (service, version) = ("berth-agent", VERSION);
     let exported = Exported { service, version, instance: config.agent_id(control) };
     traces::start(&config.traces, exported, registry, file_metrics, tasks)
 }
@@ -377,7 +377,7 @@ fn start_access(
 fn log_start(config: &Config, listeners: &Listeners) -> Result<(), Error> {
     let (data, control) = (listeners.data.local_addr()?, listeners.control.local_addr()?);
     tracing::info!(
-        version = env!("CARGO_PKG_VERSION"),
+        version = VERSION,
         engine = config.engine.url,
         %data,
         %control,

@@ -64,7 +64,8 @@ service::metrics! {
         /// without a wait
         queue_seconds: Histogram = "queue" in "seconds", seconds_histogram();
         /// The part of the KV pool that is not free, cached KV included
-        kv_physical_usage: Family<RankLabel, Gauge<f64, AtomicU64>> = "kv_physical_usage" in "ratio";
+        kv_physical_usage: Family<RankLabel, Gauge<f64, AtomicU64>>
+            = "kv_physical_usage" in "ratio";
         /// KV of a rank that pinned sessions may hold together
         pin_budget_tokens: Family<RankLabel, Gauge> = "pin_budget" in "tokens";
         /// Sessions in the agent's table, by retention and state

@@ -20,8 +20,9 @@ use prometheus_client::{
 
 /// Declares a struct of metrics. Its clones share the same values, and its `new` registers them.
 ///
-/// The comment above a metric is its help. In Prometheus, the unit ends the metric's name. After
-/// the comma is what makes the metric, if not its default. Parts come last: types with such a `new`.
+/// The comment above a metric is its help. In Prometheus, the unit ends the metric's name. What
+/// makes the metric, if not its default, is after the comma. Parts come last: types with such a
+/// `new`.
 #[macro_export]
 macro_rules! metrics {
     (@make) => { Default::default() };
