@@ -1,10 +1,13 @@
 //! The contract between a Berth router and a worker agent: gRPC schema, and types that both share.
 //!
+//! `api` has the JSON of the router's own routes.
+//!
 //! It depends on no other package of Berth and does no I/O. Code that both processes need to run is
 //! in the package `service`.
 
 pub mod abort;
 pub mod answers;
+pub mod api;
 pub mod block;
 pub mod body;
 pub mod bootstrap;

@@ -7,6 +7,7 @@ mod bounds;
 mod figure;
 mod pages;
 mod parts;
+pub(crate) mod shown;
 mod transfer;
 mod weights;
 mod wire;
@@ -14,6 +15,7 @@ mod wire;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 pub use self::{
     bounds::RANKS_MAX,
@@ -25,7 +27,9 @@ pub use self::{
 };
 use crate::id::{self, Digest, SessionKey};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Retention {
     /// In the ordinary radix cache.
@@ -37,7 +41,7 @@ pub enum Retention {
     Pinned,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum SessionState {
     /// The agent has asked the engine to open the session.
@@ -55,7 +59,8 @@ pub enum SessionState {
 }
 
 /// A device of a worker: a GPU, or a MIG slice of a GPU. Unknown values are absent, never zero.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct Device {
     /// The UUID that NVML reports. Without NVML, the engine's name of the device, such as `cpu`.
     pub uuid: String,
@@ -97,7 +102,8 @@ pub struct Device {
 }
 
 /// Only the adapters change until the engine restarts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct EngineFacts {
     pub version: String,
     /// Never empty.
@@ -125,17 +131,19 @@ pub struct EngineFacts {
     pub transfer: Option<KvTransfer>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct Rank {
     pub dp_rank: u32,
     pub pool_tokens: u64,
     /// The most turns and pinned sessions that can exist at once.
     pub rows: u32,
+    #[serde(serialize_with = "shown::devices")]
     pub devices: Vec<Device>,
 }
 
 /// What an agent and its engine are.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
     /// Is unique in the fleet.
     pub agent_id: String,
@@ -160,7 +168,6 @@ pub struct Description {
     /// SGLang versions on which the agent trims full histories of pinned sessions, including the
     /// engine's own version. Trimming means that the engine gets only the part of a history that
     /// its session doesn't hold. Empty: the agent doesn't trim.
-    #[serde(rename = "trims")]
     pub trim_sglang_versions: Vec<String>,
     /// Functions that are off on the shim of some rank, or on the only trimmer.
     pub shim_functions_off: Vec<FunctionOff>,
@@ -195,7 +202,8 @@ pub struct Session {
 
 /// A text early in a session's prompts that differed in three turns in a row. The engine computes
 /// everything after that text again in each turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct VolatilePrefix {
     /// Counts prompt tokens before the text; `None` if no shim compared the prompts.
     pub token_index: Option<u64>,
@@ -206,7 +214,7 @@ pub struct VolatilePrefix {
     pub turns: u64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PromptPlace {
     pub role: PromptRole,
     /// Index in the list of messages or input items; 0 for parts beside that list.
@@ -215,7 +223,7 @@ pub struct PromptPlace {
     pub block: u32,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PromptRole {
     /// A system message, or a `system` beside the messages.
@@ -227,11 +235,15 @@ pub enum PromptRole {
     Instructions,
     Tools,
     /// A message of any other role, or of none.
+    #[serde(other)]
     Other,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+/// JSON has `kv_physical_usage` in addition, the part of the pool that is not free.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct RankLoad {
+    #[serde(skip)]
     pub dp_rank: u32,
     /// Turns that the agent has admitted and the engine has not ended.
     pub turns_running: u32,
@@ -251,6 +263,7 @@ pub struct RankLoad {
     pub rows_held: Option<Figure>,
     pub rows_total: Option<Figure>,
     pub sessions: u32,
+    #[serde(serialize_with = "shown::devices")]
     pub devices: Vec<Device>,
     /// These turns wait in the agent until the engine has room.
     pub turns_queued: u32,
@@ -270,7 +283,8 @@ pub struct RankLoad {
 }
 
 /// The queue of long prompts that the engine computes in stages before their turns.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct StagedPrefill {
     /// Tokens of all waiting prompts that are neither computed nor in the engine.
     pub tokens: u64,
@@ -279,10 +293,9 @@ pub struct StagedPrefill {
     pub stage_tokens: u64,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
     /// The next report arrives within this time.
-    #[serde(skip)]
     pub interval: Duration,
     /// In order; never empty.
     pub ranks: Vec<RankLoad>,

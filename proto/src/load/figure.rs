@@ -1,10 +1,11 @@
 //! Numbers with their source and age, and how full a KV pool is.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use super::{Device, RankLoad};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
     /// Usage fields of finished turns.
@@ -20,10 +21,15 @@ pub enum Source {
     Shim,
     /// The GPU's driver.
     Nvml,
+    /// In JSON of a newer router. No agent reports it.
+    #[default]
+    #[serde(other)]
+    Unknown,
 }
 
 /// The name of the field that holds the figure contains the unit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct Figure {
     pub value: u64,
     pub source: Source,

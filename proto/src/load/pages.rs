@@ -3,13 +3,15 @@
 //! An owner is the free list, the radix tree, or a turn or session (which *holds* pages).
 //! Conversion from the wire rejects figures that contradict each other.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use super::Error;
 use crate::v1;
 
 /// Counts pages unless a field says otherwise.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct PageAudit {
     /// The time between the audit and the sending of this message.
     pub age_ms: u32,
@@ -39,7 +41,8 @@ impl PageAudit {
 }
 
 /// The sum of the counts is the size of the pool.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct PageClasses {
     /// Pages that are only in the free list.
     pub free: u64,
@@ -55,7 +58,8 @@ pub struct PageClasses {
     pub corrupt: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct PageFinding {
     /// `aliased`, `leaked`, `double_free`, `changed` or another kind.
     pub kind: String,
@@ -65,7 +69,8 @@ pub struct PageFinding {
     pub named: Vec<NamedFinding>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct NamedFinding {
     /// The number of the faulty page. If an entry of a list is faulty instead: the entry's index in
     /// its request row, or the entry's value in the free list or the radix tree.

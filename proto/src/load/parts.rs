@@ -1,11 +1,12 @@
 //! Parts of an agent's description: the model's files, and what its shim and its engine can't do.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use super::{Error, Retention};
 use crate::v1;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ModelFiles {
     /// The SHA-256 is equal on every agent that has the same files.
     pub hash: [u8; 32],
@@ -13,7 +14,10 @@ pub struct ModelFiles {
     pub bytes: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+)]
+#[serde(default)]
 pub struct FunctionOff {
     /// `reports`, `demotion`, `audit`, `republishing`, `guarding` or `trimming`.
     pub function: String,
@@ -33,7 +37,7 @@ impl From<FunctionOff> for v1::FunctionOff {
     }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RetentionOff {
     pub retention: Retention,
     /// Tells an operator which flag is missing, or beside which the retention is unsafe.

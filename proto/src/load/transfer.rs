@@ -3,7 +3,8 @@
 //! The *prefill* engine computes the prompt's KV, the *decode* engine takes the KV and generates
 //! the answer. Both find each other through the prefill engine's *bootstrap server*.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use super::{EngineFacts, Error};
 use crate::v1;
@@ -18,7 +19,8 @@ pub enum EngineRole {
     Decode,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
 pub struct KvTransfer {
     /// Decode engines reach the bootstrap server there. `None`: the host at which the router
     /// reaches the agent.

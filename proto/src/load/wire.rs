@@ -22,12 +22,16 @@ use super::{
 };
 use crate::{id::Digest, v1};
 
-/// Variants with the same name match. `$field` is the name in error messages.
+/// Variants with the same name match. `$field` is the name in error messages; `$unsent` is never
+/// sent.
 macro_rules! wire_enum {
-    ($domain:ident, $field:literal, $($variant:ident),+) => {
+    ($domain:ident, $field:literal, $($variant:ident),+ $(; $unsent:ident)?) => {
         impl From<$domain> for v1::$domain {
             fn from(value: $domain) -> Self {
-                match value { $($domain::$variant => Self::$variant),+ }
+                match value {
+                    $($domain::$variant => Self::$variant,)+
+                    $($domain::$unsent => Self::Unspecified,)?
+                }
             }
         }
 
@@ -62,7 +66,7 @@ wire_enum!(
     Tools,
     Other
 );
-wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim, Nvml);
+wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim, Nvml; Unknown);
 
 fn read_devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
     check_length("the number of devices", wire.len(), DEVICES_MAX)?;
