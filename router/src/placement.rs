@@ -26,7 +26,6 @@ use proto::{
     id::Digest,
     load::{EngineRole, Retention, WantedWeights},
 };
-use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use self::compared::Compared;
@@ -65,8 +64,7 @@ const IDLE_WITHOUT_PROMPT_MAX: Duration = Duration::from_secs(60);
 /// is placed elsewhere.
 const RECONNECT_TIME_MAX: Duration = Duration::from_secs(1);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
     Sticky,
     LeastCost,

@@ -21,12 +21,9 @@ use std::{
     time::Instant,
 };
 
-use serde::Serialize;
-
 use crate::config::AGENTS_MAX;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Source {
     /// The setting `workers`.
     Static,

@@ -2,8 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-
 use crate::config::AGENTS_MAX;
 
 /// Ranks per agent that have a number in the overlap index. A node has eight GPUs.
@@ -13,7 +11,7 @@ pub const WORKER_NUMBERS_MAX: usize = AGENTS_MAX * RANKS_INDEXED_MAX;
 
 /// Is the same in every snapshot, even if the agent changes its name. Another agent gets the slot
 /// only after the last reference to this one is gone; see [`super::membership`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerRef {
     /// The agent's slot.
     pub agent: usize,
@@ -29,8 +27,7 @@ impl WorkerRef {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WorkerState {
     /// The agent was heard within the setting `load_report_age_ms_max`. The worker takes all turns.
     Fresh,

@@ -10,9 +10,9 @@ use axum::{
     extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
-use serde::Deserialize;
-use serde_json::json;
+use proto::api::{self, AnnouncementHeld};
 use service::{
+    clock::whole_millis,
     proof,
     refusal::{Code, Refusal},
 };
@@ -25,17 +25,6 @@ use crate::{
     discovery::announce::{Announcement, Error, TTL_MAX},
 };
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AnnounceBody {
-    agent_id: String,
-    control: String,
-    ttl_ms: u64,
-    /// Whether the agent is about to end.
-    #[serde(default)]
-    leaving: bool,
-}
-
 pub(super) async fn announce(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -46,11 +35,11 @@ pub(super) async fn announce(
             return Err(forbidden("this router takes no announcements; set discovery.announce"));
         };
         let headers = request.headers().clone();
-        let body: AnnounceBody = read_body(&shared, &caller, request, true).await?;
+        let body: api::Announcement = read_body(&shared, &caller, request, true).await?;
         let is_proven = announcements.is_proven(&body.agent_id, &body.control, &headers);
         let announcement = read_announcement(&caller, body)?;
         is_proven.map_err(|error| forbidden(&unproven_text(&error)))?;
-        let ttl_ms = announcement.ttl.as_millis();
+        let ttl_ms = whole_millis(announcement.ttl);
         let refused = |error| match error {
             Error::Plain => forbidden(&format!("{error}")),
             Error::KeyShare(_) | Error::Full => {
@@ -58,13 +47,13 @@ pub(super) async fn announce(
             }
         };
         announcements.put(announcement).map_err(refused)?;
-        Ok(Json(json!({ "ttl_ms": u64::try_from(ttl_ms).unwrap_or(u64::MAX) })).into_response())
+        Ok(Json(AnnouncementHeld { ttl_ms }).into_response())
     };
     respond(&shared, answer.await)
 }
 
-fn read_announcement(caller: &Caller, body: AnnounceBody) -> Result<Announcement, Refusal> {
-    let AnnounceBody { agent_id, control, ttl_ms, leaving } = body;
+fn read_announcement(caller: &Caller, body: api::Announcement) -> Result<Announcement, Refusal> {
+    let api::Announcement { agent_id, control, ttl_ms, leaving } = body;
     let authority = control_authority(&control)
         .map_err(|why| Refusal::new(Code::InvalidField, format!("control: the text {why}")))?;
     // `control_authority` has found a port.

@@ -6,6 +6,7 @@
 
 use axum::extract::Query;
 use http::Uri;
+use proto::api::Cursor;
 use serde::Deserialize;
 use service::refusal::{Code, Refusal};
 
@@ -52,8 +53,8 @@ impl PageRange {
     }
 }
 
-pub(super) fn cursor(place: u64, process_id: u32) -> String {
-    format!("{process_id:08x}.{place}")
+pub(super) fn cursor(place: u64, process_id: u32) -> Cursor {
+    Cursor(format!("{process_id:08x}.{place}"))
 }
 
 fn parse_cursor(text: &str, process_id: u32) -> Result<u64, Refusal> {
@@ -89,8 +90,8 @@ mod tests {
             PageRange::read(&uri, 7).map(|range| (range.after, range.limit))
         };
         assert_eq!(read("").unwrap(), (None, 100));
-        assert_eq!(read(&format!("after={}&limit=5", cursor(42, 7))).unwrap(), (Some(42), 5));
-        assert_eq!(read(&format!("after={}&limit=0", cursor(42, 8))).unwrap(), (Some(0), 1));
+        assert_eq!(read(&format!("after={}&limit=5", cursor(42, 7).0)).unwrap(), (Some(42), 5));
+        assert_eq!(read(&format!("after={}&limit=0", cursor(42, 8).0)).unwrap(), (Some(0), 1));
         assert_eq!(read("limit=4000000000").unwrap(), (None, 1000));
         for wrong in [
             "after=",

@@ -6,6 +6,7 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use http::Uri;
+use proto::api::{Placement, Placements, PrefillPlacement, RecentPlacement, RecentPlacements};
 use serde_json::{Value, json};
 use service::clock::{now, whole_millis};
 
@@ -27,24 +28,22 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     let page = shared.placer.placements_page(range.after, range.limit);
     let place = page.last().map_or(range.after.unwrap_or_default(), |(place, _)| *place);
     let view = shared.directory.view();
-    let placements: Vec<Value> = page
-        .iter()
-        .map(|(_, record)| {
-            let PlacementRecord { turn, placed_at, session, placement } = record;
-            let prefill = placement.prefill.as_ref();
-            json!({
-                "turn": format!("{turn:016x}"),
-                "session": session.map(|session| session.to_string()),
-                "worker": view.name(placement.worker),
-                "prefill_worker": prefill.map(|prefill| view.name(prefill.worker)),
-                "reason": placement.reason,
-                "uncached_tokens": placement.uncached_tokens,
-                "age_ms": whole_millis(now().saturating_duration_since(*placed_at)),
-            })
-        })
-        .collect();
+    let placements = page.iter().map(|(_, record)| {
+        let PlacementRecord { turn, placed_at, session, placement } = record;
+        let prefill = placement.prefill.as_ref();
+        RecentPlacement {
+            turn: format!("{turn:016x}"),
+            session: session.map(|session| session.to_string()),
+            worker: view.name(placement.worker),
+            prefill_worker: prefill.map(|prefill| view.name(prefill.worker)),
+            reason: placement.reason.as_str().to_owned(),
+            uncached_tokens: placement.uncached_tokens,
+            age_ms: whole_millis(now().saturating_duration_since(*placed_at)),
+        }
+    });
+    let placements = placements.collect();
     let next = page::cursor(place, shared.process_id);
-    Json(json!({ "placements": placements, "next": next })).into_response()
+    Json(RecentPlacements { placements, next }).into_response()
 }
 
 /// The answer has one placement for each worker that the turn was sent to.
@@ -60,27 +59,26 @@ pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
         return respond(&shared, Err(errors::placement_unknown_refusal()));
     }
     let view = shared.directory.view();
-    let placements: Vec<Value> = records.iter().map(|record| to_json(record, &view)).collect();
-    Json(json!({ "turn": turn_id, "placements": placements })).into_response()
+    let placements = records.iter().map(|record| describe(record, &view)).collect();
+    Json(Placements { turn: turn_id, placements }).into_response()
 }
 
-fn to_json(record: &PlacementRecord, view: &Snapshot) -> Value {
+fn describe(record: &PlacementRecord, view: &Snapshot) -> Placement {
     let PlacementRecord { placed_at, session, placement, .. } = record;
-    let compared: Vec<Value> =
-        placement.figures.iter().map(|figures| figures_to_json(figures, view)).collect();
-    json!({
-        "worker": view.name(placement.worker),
-        "reason": placement.reason,
-        "session": session.map(|session| session.to_string()),
-        "uncached_tokens": placement.uncached_tokens,
-        "prefill": placement.prefill.map(|prefill| json!({
-            "uncached_tokens": prefill.uncached_tokens,
-            "figures": figures_to_json(&prefill.figures, view),
-            "worker": view.name(prefill.worker),
-        })),
-        "age_ms": whole_millis(now().saturating_duration_since(*placed_at)),
-        "compared": compared,
-    })
+    let prefill = placement.prefill.map(|prefill| PrefillPlacement {
+        worker: view.name(prefill.worker),
+        uncached_tokens: prefill.uncached_tokens,
+        figures: figures_to_json(&prefill.figures, view),
+    });
+    Placement {
+        worker: view.name(placement.worker),
+        reason: placement.reason.as_str().to_owned(),
+        session: session.map(|session| session.to_string()),
+        uncached_tokens: placement.uncached_tokens,
+        prefill,
+        age_ms: whole_millis(now().saturating_duration_since(*placed_at)),
+        compared: placement.figures.iter().map(|it| figures_to_json(it, view)).collect(),
+    }
 }
 
 fn figures_to_json(figures: &Figures, view: &Snapshot) -> Value {

@@ -8,8 +8,10 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use http::Uri;
-use proto::id::SessionKey;
-use serde_json::{Value, json};
+use proto::{
+    api::{Turn, Turns},
+    id::SessionKey,
+};
 use service::clock::{now, whole_millis};
 
 use super::{
@@ -33,37 +35,37 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
         let (page, place) = recent.page(range.after, range.limit, is_wanted);
         (page.into_iter().cloned().collect::<Vec<_>>(), place)
     };
-    let turns: Vec<Value> = records.iter().map(to_json).collect();
+    let turns = records.iter().map(describe).collect();
     let next = page::cursor(place, shared.process_id);
-    Json(json!({ "turns": turns, "next": next })).into_response()
+    Json(Turns { turns, next }).into_response()
 }
 
 fn is_named(key: &SessionKey, name: &str) -> bool {
     key.id() == name || key.digest().to_string() == name
 }
 
-fn to_json(record: &TurnRecord) -> Value {
+fn describe(record: &TurnRecord) -> Turn {
     let ended_at = record.arrived_at + record.duration;
     let session = record.session.as_ref();
-    json!({
-        "turn": format!("{:016x}", record.turn),
-        "session": session.map(|key| key.digest().to_string()),
-        "session_id": session.map(SessionKey::id),
-        "principal": session.map(SessionKey::principal),
-        "parent": record.parent.as_ref().map(|key| key.digest().to_string()),
-        "worker": record.worker,
-        "prefill_worker": record.prefill_worker,
-        "reason": record.reason,
-        "retried": record.is_retried,
-        "retention": record.retention.map(|retention| retention.as_str()),
-        "status": record.status,
-        "outcome": record.outcome.as_str(),
-        "age_ms": whole_millis(now().saturating_duration_since(ended_at)),
-        "ttft_ms": record.ttft.map(whole_millis),
-        "duration_ms": whole_millis(record.duration),
-        "prompt_tokens": record.usage.prompt_tokens,
-        "cached_tokens": record.usage.cached_tokens,
-        "output_tokens": record.usage.output_tokens,
-        "uncached_tokens_expected": record.uncached_tokens_expected,
-    })
+    Turn {
+        turn: format!("{:016x}", record.turn),
+        session: session.map(|key| key.digest().to_string()),
+        session_id: session.map(|key| key.id().to_owned()),
+        principal: session.map(|key| key.principal().to_owned()),
+        parent: record.parent.as_ref().map(|key| key.digest().to_string()),
+        worker: Some(record.worker.clone()),
+        prefill_worker: record.prefill_worker.clone(),
+        reason: Some(record.reason.as_str().to_owned()),
+        retried: record.is_retried,
+        retention: record.retention.map(|retention| retention.as_str().to_owned()),
+        status: record.status,
+        outcome: Some(record.outcome.as_str().to_owned()),
+        age_ms: whole_millis(now().saturating_duration_since(ended_at)),
+        ttft_ms: record.ttft.map(whole_millis),
+        duration_ms: Some(whole_millis(record.duration)),
+        prompt_tokens: record.usage.prompt_tokens,
+        cached_tokens: record.usage.cached_tokens,
+        output_tokens: record.usage.output_tokens,
+        uncached_tokens_expected: record.uncached_tokens_expected,
+    }
 }

@@ -2,27 +2,29 @@
 //!
 //! Each figure has its source and its age. `unheard` has agents that sent no description yet.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::{
     Json,
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use proto::load::{Device, Figure, PageAudit, Rank, RankLoad, Ratio};
-use serde_json::{Value, json};
+use proto::{
+    api::{Kv, UnheardAgent, Worker, Workers},
+    load::RankLoad,
+};
 use service::clock::{now, whole_millis};
 
 use super::SharedState;
 use crate::{
     fleet::{
         agent::{Agent, Facts},
-        membership::Phase,
+        membership::{Phase, Source},
         snapshot::Snapshot,
         worker::WorkerRef,
         worker_table::WorkerStats,
     },
-    residency::kv_index::WorkerKv,
+    residency::{kv_index::WorkerKv, kv_stream::KvPhase},
     turn::shared::Shared,
 };
 
@@ -30,152 +32,84 @@ pub(super) async fn list(State(shared): SharedState) -> Response {
     Json(build_list(&shared)).into_response()
 }
 
-pub(super) fn build_list(shared: &Shared) -> Value {
+pub(super) fn build_list(shared: &Shared) -> Workers {
     let view = shared.directory.view();
     let now = now();
-    let workers: Vec<Value> = view
-        .workers()
-        .map(|(worker, agent, facts)| {
-            let kv = shared.kv_index.worker_kv(worker);
-            to_json(&view, worker, agent, facts, &kv, now)
-        })
-        .collect();
-    let undescribed_agents: Vec<Value> = view
-        .known_agents()
-        .filter(|(_, agent)| agent.facts.is_none())
-        .map(|(_, agent)| {
-            let (state, reason) = agent.state(now, view.report_age_max());
-            json!({
-                "control": agent.control_url,
-                "state": state,
-                "reason": reason,
-                "sources": agent.sources,
-                "leaving": agent.phase != Phase::Member,
-            })
-        })
-        .collect();
-    json!({ "workers": workers, "unheard": undescribed_agents })
+    let workers = view.workers().map(|(worker, agent, facts)| {
+        let kv = shared.kv_index.worker_kv(worker);
+        describe(&view, worker, agent, facts, kv, now)
+    });
+    let undescribed_agents = view.known_agents().filter(|(_, agent)| agent.facts.is_none());
+    let unheard = undescribed_agents.map(|(_, agent)| {
+        let (state, reason) = agent.state(now, view.report_age_max());
+        UnheardAgent {
+            control: agent.control_url.clone(),
+            state: state.as_str().to_owned(),
+            reason,
+            sources: source_names(agent),
+            leaving: agent.phase != Phase::Member,
+        }
+    });
+    Workers { workers: workers.collect(), unheard: unheard.collect() }
 }
 
-fn to_json(
+fn describe(
     view: &Snapshot,
     worker: WorkerRef,
     agent: &Agent,
     facts: &Facts,
-    kv: &WorkerKv,
+    kv: WorkerKv,
     now: Instant,
-) -> Value {
+) -> Worker {
     let (state, reason) = agent.state(now, view.report_age_max());
-    let report_age =
-        agent.report.as_ref().map(|(_, received_at)| now.saturating_duration_since(*received_at));
-    let heartbeat_age = agent.heard_at.map(|heard_at| now.saturating_duration_since(heard_at));
-    let in_flight = agent.in_flight.get(worker.dp_rank as usize).map_or(0, |count| count.turns());
-    json!({
-        "worker": view.name(worker),
-        "agent": facts.description.agent_id,
-        "dp_rank": worker.dp_rank,
-        "control": agent.control_url,
-        "sources": agent.sources,
-        "leaving": agent.phase != Phase::Member,
-        "data": &*facts.data_authority,
-        "role": agent.role(),
-        "advertised_control": facts.description.control_url,
-        "state": state,
-        "reason": reason,
-        "heartbeat_age_ms": heartbeat_age.map(whole_millis),
-        "report_age_ms": report_age.map(whole_millis),
-        "restart_required": agent.report.as_ref().map(|(report, _)| &report.restart_required),
-        "weights": agent.report.as_ref().map(|(report, _)| report.weights.to_string()),
-        "turns_in_flight_here": in_flight,
-        "turns_estimate": view.worker_table().get(worker).map(WorkerStats::turns),
-        "load": agent.rank_load(worker.dp_rank).map(|load| load_to_json(load, report_age)),
-        "kv": kv,
-        "engine": facts.description.engine,
-        "retentions": facts.description.retentions,
-        "retentions_off": facts.description.retentions_off,
-        "trims": facts.description.trim_sglang_versions,
-        "shim_functions_off": facts.description.shim_functions_off,
-        "rank": facts.description.ranks.get(worker.dp_rank as usize).map(rank_to_json),
-    })
-}
-
-fn load_to_json(load: &RankLoad, report_age: Option<Duration>) -> Value {
-    let report_age_ms = report_age.map_or(0, whole_millis);
-    let figure =
-        |figure: Option<Figure>| figure.map(|figure| figure_to_json(figure, report_age_ms));
-    let usage = load.kv_physical_usage().map(|usage| ratio_to_json(usage, report_age_ms));
-    let devices: Vec<Value> =
-        load.devices.iter().map(|device| device_to_json(device, report_age_ms)).collect();
-    json!({
-        "turns_running": load.turns_running,
-        "turns_running_max": load.turns_running_max,
-        "turns_queued": load.turns_queued,
-        "requests_running": figure(load.requests_running),
-        "requests_waiting": figure(load.requests_waiting),
-        "pool_used_tokens": figure(load.pool_used_tokens),
-        "pool_total_tokens": figure(load.pool_total_tokens),
-        "pool_available_tokens": figure(load.pool_available_tokens),
-        "pool_evictable_tokens": figure(load.pool_evictable_tokens),
-        "kv_physical_usage": usage,
-        "pinned_tokens": figure(load.pinned_tokens),
-        "foreign_tokens": figure(load.foreign_tokens),
-        "resident_tokens_estimate": figure(load.resident_tokens_estimate),
-        "rows_held": figure(load.rows_held),
-        "rows_total": figure(load.rows_total),
-        "prefill_tokens_per_s": figure(load.prefill_tokens_per_s),
-        "prefill_backlog_tokens": figure(load.prefill_backlog_tokens),
-        "staged_prefill": load.staged_prefill,
-        "sessions": load.sessions,
-        "devices": devices,
-        "pages": load.pages.clone().map(|pages| {
-            let age_ms = u64::from(pages.age_ms) + report_age_ms;
-            PageAudit { age_ms: u32::try_from(age_ms).unwrap_or(u32::MAX), ..pages }
-        }),
-    })
-}
-
-fn rank_to_json(rank: &Rank) -> Value {
-    let devices: Vec<Value> = rank.devices.iter().map(|device| device_to_json(device, 0)).collect();
-    json!({
-        "dp_rank": rank.dp_rank,
-        "pool_tokens": rank.pool_tokens,
-        "rows": rank.rows,
-        "devices": devices,
-    })
-}
-
-/// `report_age_ms` is added to the device's ages.
-fn device_to_json(device: &Device, report_age_ms: u64) -> Value {
-    let mut value = serde_json::to_value(device).expect("plain fields always serialise");
-    let fields = value.as_object_mut().expect("a struct is an object");
-    for (name, figure) in [
-        ("engine_bytes", device.engine_bytes),
-        ("kv_pool_bytes", device.kv_pool_bytes),
-        ("kv_used_bytes", device.kv_used_bytes),
-        ("kv_pinned_bytes", device.kv_pinned_bytes),
-        ("kv_reclaimable_bytes", device.kv_reclaimable_bytes),
-    ] {
-        if let Some(figure) = figure {
-            fields.insert(name.to_owned(), figure_to_json(figure, report_age_ms));
-        }
+    let age_ms = |since: Instant| whole_millis(now.saturating_duration_since(since));
+    let report = agent.report.as_ref();
+    let report_age_ms = report.map(|(_, received_at)| age_ms(*received_at));
+    let aged = |load: &RankLoad| {
+        let report_age_ms = report_age_ms.unwrap_or(0);
+        load.clone().aged(u32::try_from(report_age_ms).unwrap_or(u32::MAX))
+    };
+    let in_flight = agent.in_flight.get(worker.dp_rank as usize);
+    let description = &facts.description;
+    Worker {
+        worker: view.name(worker),
+        agent: description.agent_id.clone(),
+        dp_rank: worker.dp_rank,
+        control: agent.control_url.clone(),
+        sources: source_names(agent),
+        leaving: agent.phase != Phase::Member,
+        data: facts.data_authority.to_string(),
+        role: agent.role().as_str().to_owned(),
+        advertised_control: description.control_url.clone(),
+        state: state.as_str().to_owned(),
+        reason,
+        heartbeat_age_ms: agent.heard_at.map(age_ms),
+        report_age_ms,
+        restart_required: report.and_then(|(report, _)| report.restart_required.clone()),
+        weights: report.map(|(report, _)| report.weights.to_string()),
+        turns_in_flight_here: in_flight.map_or(0, |count| count.turns()),
+        turns_estimate: view.worker_table().get(worker).map(WorkerStats::turns),
+        load: agent.rank_load(worker.dp_rank).map(aged),
+        kv: describe_kv(kv),
+        engine: description.engine.clone(),
+        retentions: description.retentions.iter().map(|it| it.as_str().to_owned()).collect(),
+        retentions_off: description.retentions_off.clone(),
+        trims: description.trim_sglang_versions.clone(),
+        shim_functions_off: description.shim_functions_off.clone(),
+        rank: description.ranks.get(worker.dp_rank as usize).cloned(),
     }
-    if let Some(usage) = device.kv_physical_usage() {
-        fields.insert("kv_physical_usage".to_owned(), ratio_to_json(usage, report_age_ms));
-    }
-    if let Some(age_ms) = device.age_ms {
-        fields.insert("age_ms".to_owned(), (u64::from(age_ms) + report_age_ms).into());
-    }
-    fields.retain(|_, value| !value.is_null());
-    value
 }
 
-fn ratio_to_json(ratio: Ratio, report_age_ms: u64) -> Value {
-    let Ratio { value, source, age_ms } = ratio;
-    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
+fn source_names(agent: &Agent) -> Vec<String> {
+    agent.sources.iter().copied().map(Source::as_str).map(str::to_owned).collect()
 }
 
-/// `report_age_ms`, the time since the report arrived, is added to the figure's age.
-fn figure_to_json(figure: Figure, report_age_ms: u64) -> Value {
-    let Figure { value, source, age_ms } = figure;
-    json!({ "value": value, "source": source, "age_ms": u64::from(age_ms) + report_age_ms })
+fn describe_kv(kv: WorkerKv) -> Kv {
+    let WorkerKv { phase, resident_blocks } = kv;
+    let (state, block_tokens, reason) = match phase {
+        KvPhase::Snapshot { block_tokens } => ("snapshot", Some(block_tokens), None),
+        KvPhase::Live { block_tokens } => ("live", Some(block_tokens), None),
+        KvPhase::Unknown { reason } => ("unknown", None, Some(reason)),
+    };
+    Kv { state: state.to_owned(), block_tokens, reason, resident_blocks }
 }

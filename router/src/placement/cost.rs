@@ -80,6 +80,7 @@ const WHOLE_MILLI: u64 = 1000;
 /// The API shows all fields for recent placements, as one flat JSON object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Figures {
+    #[serde(skip)]
     pub worker: WorkerRef,
     pub cost_ms: u64,
     pub wait_ms: u64,

@@ -19,7 +19,6 @@ use proto::{
     kv::{Change, RankChange},
     v1::WatchKvRequest,
 };
-use serde::Serialize;
 use service::{backoff::Backoff, clock::now, log::describe_error};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
@@ -62,9 +61,8 @@ struct StreamState {
     loss_reason: Option<String>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WorkerKv {
-    #[serde(flatten)]
     pub(crate) phase: KvPhase,
     /// A block on both the device and the host counts twice.
     pub(crate) resident_blocks: u64,

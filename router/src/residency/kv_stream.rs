@@ -13,7 +13,6 @@ use proto::{
     load::RANKS_MAX,
     v1,
 };
-use serde::Serialize;
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Error {
@@ -31,8 +30,7 @@ pub(super) enum Error {
     Invalid(#[from] kv::Error),
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(tag = "state", rename_all = "snake_case")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum KvPhase {
     /// The snapshot has begun but isn't complete.
     Snapshot {

@@ -8,7 +8,8 @@ use axum::{
 };
 use bytes::Bytes;
 use http::header;
-use serde_json::json;
+use proto::api::Workers;
+use serde::Serialize;
 use service::{
     auth::gate::GatePass,
     refusal::{Code, Refusal},
@@ -29,6 +30,14 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct LiveFleet {
     events: Arc<watch::Sender<Bytes>>,
     tasks: Tasks,
+}
+
+#[derive(Serialize)]
+struct Event {
+    /// Changes when the router restarts.
+    router: String,
+    version: &'static str,
+    fleet: Workers,
 }
 
 impl LiveFleet {
@@ -85,11 +94,12 @@ impl LiveFleet {
     }
 }
 
-/// The member `router` changes when the router restarts.
 fn build_event(shared: &Shared) -> Bytes {
-    let fleet = workers::build_list(shared);
-    let router = format!("{:08x}", shared.process_id);
-    let version = env!("CARGO_PKG_VERSION");
-    let data = json!({ "router": router, "version": version, "fleet": fleet });
+    let event = Event {
+        router: format!("{:08x}", shared.process_id),
+        version: env!("CARGO_PKG_VERSION"),
+        fleet: workers::build_list(shared),
+    };
+    let data = serde_json::to_string(&event).expect("plain fields always serialise");
     format!("event: fleet\ndata: {data}\n\n").into()
 }
