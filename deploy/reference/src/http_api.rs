@@ -26,9 +26,10 @@ pub(crate) fn page() -> anyhow::Result<Page> {
     }
     page.add_table(Table { columns: COLUMNS, rows });
     page.add_text("## Bodies\n\nMembers that an answer may lack have a `?`.");
-    let schemas = document["components"]["schemas"].as_object();
-    let rows = schemas.into_iter().flatten().map(|(name, schema)| {
-        let cells = [format!("`{name}`"), shown_schema(schema), text(schema, "description")];
+    let schemas = &document["components"]["schemas"];
+    let rows = schemas.as_object().into_iter().flatten().map(|(name, schema)| {
+        let form = shown_schema(schemas, schema);
+        let cells = [format!("`{name}`"), form, text(schema, "description")];
         cells.map(Cell::Made).to_vec()
     });
     page.add_table(Table { columns: &["name", "form", "means"], rows: rows.collect() });
@@ -63,7 +64,14 @@ fn row(path: &str, method: &str, operation: &Value) -> Vec<Cell> {
     cells.map(Cell::Made).to_vec()
 }
 
-fn shown_schema(schema: &Value) -> String {
+fn shown_schema(schemas: &Value, schema: &Value) -> String {
+    if let Some(parts) = schema["allOf"].as_array() {
+        let parts = parts.iter().rev().map(|part| {
+            let named = reference(part).map(|name| &schemas[name]);
+            shown_schema(schemas, named.unwrap_or(part))
+        });
+        return parts.collect::<Vec<_>>().join(", ");
+    }
     let Some(members) = schema["properties"].as_object() else { return shown_type(schema) };
     let required: Vec<&str> =
         schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
@@ -77,6 +85,9 @@ fn shown_schema(schema: &Value) -> String {
 fn shown_type(schema: &Value) -> String {
     if let Some(name) = reference(schema) {
         return format!("`{name}`");
+    }
+    if let Some(choices) = schema["oneOf"].as_array() {
+        return choices.iter().map(shown_type).collect::<Vec<_>>().join(" or ");
     }
     if let Some(values) = schema["enum"].as_array() {
         let values: Vec<String> = values.iter().map(|value| format!("`{value}`")).collect();

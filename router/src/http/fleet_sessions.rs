@@ -18,15 +18,16 @@ use axum::{
 };
 use http::{StatusCode, Uri};
 use proto::{
+    api::{FleetSession, FleetSessions},
     id::{Digest, SessionKey},
     load::Session,
 };
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::Deserialize;
 use service::{
     clock::{now, whole_millis},
     refusal::Refusal,
 };
+use utoipa::ToSchema;
 
 use super::{IdPath, SharedState, errors, id, page::ENTRIES_MAX, respond};
 use crate::{
@@ -40,7 +41,7 @@ use crate::{
 
 const SESSIONS_DEFAULT: usize = 100;
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum SessionOrder {
     /// Most resident tokens first.
@@ -54,8 +55,6 @@ pub(super) enum SessionOrder {
 }
 
 impl SessionOrder {
-    pub(super) const ALL: [Self; 4] = [Self::Resident, Self::Turns, Self::Recent, Self::Id];
-
     fn compare(self, one: &ReportedSession, other: &ReportedSession, now: Instant) -> Ordering {
         let resident = |session: &Session| session.resident_tokens.map(|figure| figure.value);
         let idle = (one.idle(now), other.idle(now));
@@ -91,7 +90,7 @@ pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
         .into_response()
 }
 
-fn build_list(shared: &Shared, query: &ListQuery) -> Value {
+fn build_list(shared: &Shared, query: &ListQuery) -> FleetSessions {
     let view = shared.directory.view();
     let limit = query.limit.map_or(SESSIONS_DEFAULT, |limit| limit as usize);
     let text = query.find.to_lowercase();
@@ -100,33 +99,33 @@ fn build_list(shared: &Shared, query: &ListQuery) -> Value {
     found.retain(|entry| session_status::is_shown(entry, &view));
     let now = now();
     found.sort_unstable_by(|one, other| query.sort.compare(one, other, now));
-    let total = found.len();
+    let total = found.len() as u64;
     found.truncate(limit.clamp(1, ENTRIES_MAX));
     let parents = find_missing_parents(&found, &view.sessions);
-    let to_json = |entries: &[&ReportedSession]| -> Vec<Value> {
-        entries.iter().map(|entry| to_json(entry, &view, now)).collect()
+    let describe_all = |entries: &[&ReportedSession]| {
+        entries.iter().map(|entry| describe(entry, &view, now)).collect()
     };
-    json!({ "sessions": to_json(&found), "parents": to_json(&parents), "total": total })
+    FleetSessions { sessions: describe_all(&found), parents: describe_all(&parents), total }
 }
 
-fn to_json(entry: &ReportedSession, view: &Snapshot, now: Instant) -> Value {
+fn describe(entry: &ReportedSession, view: &Snapshot, now: Instant) -> FleetSession {
     let ReportedSession { worker, session, demoted_at, .. } = entry;
-    json!({
-        "digest": session.key.digest().to_string(),
-        "session_id": session.key.id(),
-        "principal": session.key.principal(),
-        "parent": session.parent.map(|parent| parent.to_string()),
-        "worker": view.name(*worker),
-        "retention": session.retention.as_str(),
-        "state": session.state,
-        "turns": session.turns,
-        "turns_running": session.turns_running,
-        "resident_tokens": session.resident_tokens.map(|figure| figure.value),
-        "idle_ms": whole_millis(entry.idle(now)),
-        "idle_ms_at_report": whole_millis(session.idle),
-        "began_unix_ms": session.began_unix_ms,
-        "demoted_age_ms": demoted_at.map(|at| whole_millis(now.saturating_duration_since(at))),
-    })
+    FleetSession {
+        digest: session.key.digest().to_string(),
+        session_id: session.key.id().to_owned(),
+        principal: session.key.principal().to_owned(),
+        parent: session.parent.map(|parent| parent.to_string()),
+        worker: view.name(*worker),
+        retention: session.retention.as_str().to_owned(),
+        state: session.state.as_str().to_owned(),
+        turns: session.turns,
+        turns_running: session.turns_running,
+        resident_tokens: session.resident_tokens.map(|figure| figure.value),
+        idle_ms: Some(whole_millis(entry.idle(now))),
+        idle_ms_at_report: whole_millis(session.idle),
+        began_unix_ms: session.began_unix_ms,
+        demoted_age_ms: demoted_at.map(|at| whole_millis(now.saturating_duration_since(at))),
+    }
 }
 
 /// Returns the unlisted sessions that started the listed ones, directly or not, at most
@@ -165,7 +164,7 @@ fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
         || has_text(session.key.id())
         || has_text(session.key.principal())
         || has_text(session.retention.as_str())
-        || json!(session.state).as_str().is_some_and(has_text)
+        || has_text(session.state.as_str())
         || has_text(&view.name(entry.worker))
         || session.key.digest().to_string() == text
 }

@@ -248,10 +248,7 @@ pub fn build_document() -> String {
     for path in HEALTH_PATHS {
         paths = paths.path(path, PathItem::new(HttpMethod::Get, describe_health()));
     }
-    let mut components = ComponentsBuilder::new();
-    for (name, schema) in schemas::all() {
-        components = components.schema(name, schema);
-    }
+    let components = ComponentsBuilder::new().schemas_from_iter(schemas::all());
     let info = InfoBuilder::new()
         .title("Berth's router")
         .description(Some("The router's own routes. The engine's routes are SGLang's."))

@@ -10,17 +10,26 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use http::{StatusCode, Uri};
-use proto::{id::SessionKey, load::Retention};
+use proto::{
+    api::{self, SessionReport},
+    id::{SESSION_ID_BYTES_MAX, SessionKey},
+    load::Retention,
+};
 use serde::{
     Deserialize,
     de::{self, Unexpected},
 };
-use serde_json::{Value, json};
+use serde_json::Value;
 use service::{
     clock::{now, whole_millis},
     places::INLINE_BYTES_MAX,
     refusal::{Code, Refusal},
     server::PeerAddress,
+};
+
+use utoipa::{
+    ToSchema,
+    openapi::{Object, ObjectBuilder, Type, schema::SchemaType},
 };
 
 use super::{IdPath, SharedState, errors, id, respond};
@@ -37,25 +46,43 @@ use crate::{
     },
 };
 
-#[derive(Debug, Default, Deserialize)]
+/// At most 256 bytes
+#[derive(ToSchema)]
+#[schema(min_length = 1, max_length = 256)]
+pub(super) struct SessionId(#[expect(dead_code, reason = "only its schema counts")] String);
+
+const _: () = assert!(SESSION_ID_BYTES_MAX == 256, "as the schema says");
+
+#[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
-struct OpenBody {
+#[schema(as = OpenSession)]
+pub(super) struct OpenBody {
+    #[schema(value_type = Option<SessionId>)]
     session_id: Option<String>,
+    #[schema(schema_with = retentions_asked)]
     retention: Option<String>,
+    /// The idle time in seconds after which the session closes
+    #[schema(value_type = Option<f64>, exclusive_minimum = 0, maximum = 315_360_000)]
     timeout: Value,
 }
 
 /// Other members are ignored, as SGLang does.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(default)]
-struct SglangOpenBody {
+#[schema(as = SglangOpenSession)]
+pub(super) struct SglangOpenBody {
+    #[schema(value_type = Option<SessionId>)]
     session_id: Option<String>,
     streaming: Option<bool>,
+    /// The idle time in seconds after which the session closes
+    #[schema(value_type = Option<f64>, exclusive_minimum = 0, maximum = 315_360_000)]
     timeout: Value,
 }
 
-#[derive(Debug, Default, Deserialize)]
-struct SglangCloseBody {
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[schema(as = SglangCloseSession)]
+pub(super) struct SglangCloseBody {
+    #[schema(value_type = SessionId)]
     session_id: String,
 }
 
@@ -98,7 +125,7 @@ async fn try_open(
         session: Some(opened.session),
         is_lost: false,
     };
-    Ok((status, Json(to_json(shared, &session_view))).into_response())
+    Ok((status, Json(describe(shared, &session_view))).into_response())
 }
 
 pub(super) async fn list(
@@ -119,13 +146,11 @@ pub(super) async fn list(
         let sharer = Sharer::new(&caller, peer.map(|Extension(PeerAddress(peer))| peer));
         let listing = shared.shares.reading.run(&sharer.name, list);
         let (session_views, has_more) = listing.await;
-        let sessions: Vec<Value> =
-            session_views.iter().map(|session_view| to_json(&shared, session_view)).collect();
-        let mut list = json!({ "sessions": sessions, "more": has_more });
-        if has_more && let Some(last) = session_views.last() {
-            list["next"] = last.key.id().into();
-        }
-        Ok(Json(list).into_response())
+        let sessions = session_views.iter().map(|session_view| describe(&shared, session_view));
+        let sessions: Vec<api::Session> = sessions.collect();
+        let last = sessions.last().filter(|_| has_more);
+        let next = last.map(|last| last.session_id.clone());
+        Ok(Json(api::Sessions { sessions, more: has_more, next }).into_response())
     };
     respond(&shared, answer.await)
 }
@@ -137,7 +162,7 @@ pub(super) async fn show(
 ) -> Response {
     let answer = async {
         let session_view = shared.sessions.find(session_key(&caller, id(path)?)?).await?;
-        Ok(Json(to_json(&shared, &session_view)).into_response())
+        Ok(Json(describe(&shared, &session_view)).into_response())
     };
     respond(&shared, answer.await)
 }
@@ -215,6 +240,14 @@ async fn try_sglang_close(
     }
 }
 
+fn retentions_asked() -> Object {
+    let names = ["auto", "pinned", "tagged", "none"].map(Value::from);
+    ObjectBuilder::new()
+        .schema_type(SchemaType::from_iter([Type::String, Type::Null]))
+        .enum_values(Some(names.into_iter().chain([Value::Null])))
+        .build()
+}
+
 /// Makes a random id if there is none.
 fn build_open_request(
     caller: &Caller,
@@ -270,34 +303,36 @@ fn parse_object<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> serde_json::Resul
     serde_json::from_slice(bytes)
 }
 
-fn to_json(shared: &Shared, session_view: &SessionView) -> Value {
+fn describe(shared: &Shared, session_view: &SessionView) -> api::Session {
+    let SessionView { key, worker, session, is_lost } = session_view;
     let view = shared.directory.view();
-    let worker = view.name(session_view.worker);
-    let id = session_view.key.id();
-    let Some(session) = &session_view.session else {
-        return json!({ "session_id": id, "worker": worker, "state": "bound" });
-    };
-    let state = if session_view.is_lost { json!("lost") } else { json!(session.state) };
-    // A session that was just opened is in no report yet.
-    let idle = view.sessions.idle(&session_view.key, session_view.worker.agent, now());
-    let mut value = json!({
-        "session_id": id,
-        "worker": worker,
-        "retention": session.retention.as_str(),
-        "state": state,
-        "turns": session.turns,
-        "turns_running": session.turns_running,
-        "exclusive": session.exclusive,
-        "whole_history": session.full_history,
-        "resident_tokens": session.resident_tokens.map(|figure| figure.value),
-        "resident_tokens_source": session.resident_tokens.map(|figure| figure.source),
-        "idle_ms": whole_millis(idle.unwrap_or(session.idle)),
-        "idle_ms_at_report": whole_millis(session.idle),
+    let report = session.as_ref().map(|session| {
+        // A session that was just opened is in no report yet.
+        let idle = view.sessions.idle(key, worker.agent, now());
+        SessionReport {
+            retention: session.retention.as_str().to_owned(),
+            turns: session.turns,
+            turns_running: session.turns_running,
+            exclusive: session.exclusive,
+            whole_history: session.full_history,
+            resident_tokens: session.resident_tokens.map(|figure| figure.value),
+            resident_tokens_source: session.resident_tokens.map(|figure| figure.source),
+            idle_ms: Some(whole_millis(idle.unwrap_or(session.idle))),
+            idle_ms_at_report: whole_millis(session.idle),
+            volatile_prefix: session.volatile_prefix,
+        }
     });
-    if let Some(prefix) = &session.volatile_prefix {
-        value["volatile_prefix"] = json!(prefix);
+    let state = match session {
+        None => "bound",
+        Some(_) if *is_lost => "lost",
+        Some(session) => session.state.as_str(),
+    };
+    api::Session {
+        session_id: key.id().to_owned(),
+        worker: view.name(*worker),
+        state: state.to_owned(),
+        report,
     }
-    value
 }
 
 #[cfg(test)]

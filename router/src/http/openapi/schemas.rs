@@ -1,262 +1,106 @@
 //! The forms of the router's own requests and answers, as JSON schemas.
 
-use proto::id::SESSION_ID_BYTES_MAX;
+use proto::api;
 use serde_json::{Value, json};
-use utoipa::openapi::{RefOr, Schema};
+use utoipa::{
+    ToSchema,
+    openapi::{RefOr, Schema},
+};
 
 use crate::{
-    http::{fleet_sessions::SessionOrder, page::ENTRIES_MAX},
+    http::{
+        fleet_sessions::SessionOrder,
+        page::ENTRIES_MAX,
+        sessions::{OpenBody, SessionId, SglangCloseBody, SglangOpenBody},
+    },
     turn::sessions::SESSIONS_LISTED_MAX,
 };
 
-pub(super) fn all() -> impl Iterator<Item = (&'static str, RefOr<Schema>)> {
-    let answers = session_answers().into_iter().chain(announcement()).chain(other_answers());
-    let answers = answers.chain(recent_events()).chain(fleet_sessions());
-    requests().into_iter().chain(answers).map(|(name, schema)| {
-        let schema = serde_json::from_value(schema).expect("each schema is a valid one");
-        (name, RefOr::T(schema))
-    })
+pub(super) fn all() -> Vec<(String, RefOr<Schema>)> {
+    let mut schemas = vec![];
+    add::<SessionId>(&mut schemas);
+    add::<OpenBody>(&mut schemas);
+    add::<SglangOpenBody>(&mut schemas);
+    add::<SglangCloseBody>(&mut schemas);
+    add::<api::Announcement>(&mut schemas);
+    add::<api::AnnouncementHeld>(&mut schemas);
+    add::<api::Sessions>(&mut schemas);
+    add::<SessionOrder>(&mut schemas);
+    add::<api::FleetSessions>(&mut schemas);
+    add::<api::Workers>(&mut schemas);
+    add::<api::RecentPlacements>(&mut schemas);
+    add::<api::Placements>(&mut schemas);
+    add::<api::Turns>(&mut schemas);
+    schemas.extend(others().map(|(name, schema)| (name.to_owned(), parse(schema))));
+    schemas
 }
 
-fn requests() -> [(&'static str, Value); 7] {
-    let name = json!({ "$ref": "#/components/schemas/SessionId" });
-    let maybe_name = json!({ "oneOf": [name, { "type": "null" }] });
-    let timeout = json!({
-        "type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 315_360_000,
-        "description": "The idle time in seconds after which the session closes",
+fn add<T: ToSchema>(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+    let mut added = vec![(T::name().into_owned(), T::schema())];
+    T::schemas(&mut added);
+    for (_, schema) in &mut added {
+        let mut value = serde_json::to_value(&*schema).expect("a schema is JSON");
+        remove_assumptions(&mut value);
+        *schema = parse(value);
+    }
+    schemas.extend(added);
+}
+
+/// What a reader takes absent members for is no part of an answer. And whole numbers without a sign
+/// have none of the formats that OpenAPI names.
+fn remove_assumptions(schema: &mut Value) {
+    match schema {
+        Value::Object(members) => {
+            members.remove("default");
+            members.remove("format");
+            members.values_mut().for_each(remove_assumptions);
+        }
+        Value::Array(parts) => parts.iter_mut().for_each(remove_assumptions),
+        _ => {}
+    }
+}
+
+fn parse(schema: Value) -> RefOr<Schema> {
+    serde_json::from_value(schema).expect("each schema is a valid one")
+}
+
+/// What is no struct of ours.
+fn others() -> [(&'static str, Value); 9] {
+    let digest = "^[0-9a-f]{16}$";
+    let whole = |means: String| {
+        let max = u32::MAX;
+        json!({ "type": "integer", "minimum": 0, "maximum": max, "description": means })
+    };
+    let text = |means: &str| json!({ "type": "string", "description": means });
+    let turn_id = "The id in the header `x-berth-turn` of the turn's answer";
+    let error = json!({
+        "type": "object",
+        "properties": {
+            "message": { "type": "string" },
+            "type": { "type": "string" },
+            "param": { "type": "null" },
+            "code": { "type": "string" },
+        },
+        "required": ["message", "type", "param", "code"],
     });
-    let retentions = [json!("auto"), json!("pinned"), json!("tagged"), json!("none"), Value::Null];
     [
-        (
-            "SessionId",
-            json!({
-                "type": "string", "minLength": 1, "maxLength": SESSION_ID_BYTES_MAX,
-                "description": format!("At most {SESSION_ID_BYTES_MAX} bytes"),
-            }),
-        ),
-        (
-            "TurnId",
-            json!({
-                "type": "string", "pattern": "^[0-9a-f]{16}$",
-                "description": "The id in the header `x-berth-turn` of the turn's answer",
-            }),
-        ),
-        ("PageStart", json!({ "type": "string", "description": "The id before the first" })),
-        (
-            "PageLimit",
-            json!({
-                "type": "integer", "minimum": 0, "maximum": u32::MAX,
-                "description": format!("Taken as 1 to {SESSIONS_LISTED_MAX}, the default"),
-            }),
-        ),
-        (
-            "OpenSession",
-            json!({
-                "type": "object",
-                "properties": {
-                    "session_id": maybe_name, "timeout": timeout,
-                    "retention": { "type": ["string", "null"], "enum": retentions },
-                },
-                "additionalProperties": false,
-            }),
-        ),
-        (
-            "SglangOpenSession",
-            json!({
-                "type": "object",
-                "properties": {
-                    "session_id": maybe_name, "timeout": timeout,
-                "streaming": { "type": ["boolean", "null"] },
-                },
-            }),
-        ),
-        (
-            "SglangCloseSession",
-            json!({
-                "type": "object",
-                "properties": { "session_id": name },
-                "required": ["session_id"],
-            }),
-        ),
-    ]
-}
-
-fn session_answers() -> [(&'static str, Value); 2] {
-    let states = ["bound", "opening", "idle", "running", "closing", "lost", "demoted"];
-    [
-        (
-            "Session",
-            json!({
-                "type": "object",
-                "properties": {
-                    "session_id": { "type": "string" },
-                    "worker": { "type": "string" },
-                    "state": { "type": "string", "enum": states },
-                    "retention": { "type": "string", "enum": ["pinned", "tagged", "none"] },
-                    "turns": { "type": "integer" },
-                    "turns_running": { "type": "integer" },
-                    "exclusive": { "type": "boolean" },
-                    "whole_history": { "type": "boolean" },
-                    "resident_tokens": { "type": ["integer", "null"] },
-                    "resident_tokens_source": { "type": ["string", "null"] },
-                    "idle_ms": { "type": "integer" },
-                    "idle_ms_at_report": { "type": "integer" },
-                },
-                "required": ["session_id", "worker", "state"],
-            }),
-        ),
-        (
-            "Sessions",
-            json!({
-                "type": "object",
-                "properties": {
-                    "sessions": {
-                        "type": "array", "items": { "$ref": "#/components/schemas/Session" },
-                    },
-                    "more": { "type": "boolean" },
-                    "next": { "type": "string", "description": "The `after` of the next page" },
-                },
-                "required": ["sessions", "more"],
-            }),
-        ),
-    ]
-}
-
-fn announcement() -> [(&'static str, Value); 2] {
-    [
-        (
-            "Announcement",
-            json!({
-                "type": "object",
-                "properties": {
-                    "agent_id": { "type": "string" },
-                    "control": { "type": "string", "description": "http://host:port" },
-                    "ttl_ms": { "type": "integer", "minimum": 0 },
-                    "leaving": { "type": "boolean" },
-                },
-                "required": ["agent_id", "control", "ttl_ms"],
-            }),
-        ),
-        (
-            "AnnouncementHeld",
-            json!({
-                "type": "object",
-                "properties": { "ttl_ms": { "type": "integer" } },
-                "required": ["ttl_ms"],
-            }),
-        ),
-    ]
-}
-
-fn fleet_sessions() -> [(&'static str, Value); 4] {
-    let orders: Vec<Value> = SessionOrder::ALL.map(|order| json!(order)).into();
-    [
-        (
-            "FleetSessions",
-            json!({
-                "type": "object",
-                "properties": {
-                    "sessions": { "type": "array", "items": { "type": "object" } },
-                    "parents": {
-                        "type": "array", "items": { "type": "object" },
-                        "description": "Sessions not in the list that started some in it",
-                    },
-                    "total": { "type": "integer", "description": "Those that the filter finds" },
-                },
-                "required": ["sessions", "parents", "total"],
-            }),
-        ),
-        ("SessionDigest", json!({ "type": "string", "pattern": "^[0-9a-f]{16}$" })),
-        ("SessionOrder", json!({ "type": "string", "enum": orders })),
+        ("TurnId", json!({ "type": "string", "pattern": digest, "description": turn_id })),
+        ("PageStart", text("The id before the first")),
+        ("PageLimit", whole(format!("Taken as 1 to {SESSIONS_LISTED_MAX}, the default"))),
+        ("RecentLimit", whole(format!("Taken as 1 to {ENTRIES_MAX}; 100 by default"))),
+        ("SessionDigest", json!({ "type": "string", "pattern": digest })),
+        ("SessionName", text("A session's digest, or its id")),
         (
             "SessionFilter",
-            json!({
-                "type": "string",
-                "description": "A part of the id, principal, worker, state or retention, in any \
-                                letter case; or the whole digest",
-            }),
-        ),
-    ]
-}
-
-fn recent_events() -> [(&'static str, Value); 5] {
-    let list = |name: &str| {
-        json!({
-            "type": "object",
-            "properties": {
-                name: { "type": "array", "items": { "type": "object" } },
-                "next": { "$ref": "#/components/schemas/Cursor" },
-            },
-            "required": [name, "next"],
-        })
-    };
-    [
-        ("RecentPlacements", list("placements")),
-        ("Turns", list("turns")),
-        (
-            "Cursor",
-            json!({
-                "type": "string", "pattern": r"^[0-9a-f]{8}\.[0-9]{1,18}$",
-                "description": "The `next` of the last answer. Without it: the last entries",
-            }),
-        ),
-        (
-            "RecentLimit",
-            json!({
-                "type": "integer", "minimum": 0, "maximum": u32::MAX,
-                "description": format!("Taken as 1 to {ENTRIES_MAX}; 100 by default"),
-            }),
-        ),
-        (
-            "SessionName",
-            json!({ "type": "string", "description": "A session's digest, or its id" }),
-        ),
-    ]
-}
-
-fn other_answers() -> [(&'static str, Value); 4] {
-    [
-        (
-            "Workers",
-            json!({
-                "type": "object",
-                "properties": {
-                    "workers": { "type": "array", "items": { "type": "object" } },
-                    "unheard": { "type": "array", "items": { "type": "object" } },
-                },
-                "required": ["workers", "unheard"],
-            }),
-        ),
-        (
-            "Placements",
-            json!({
-                "type": "object",
-                "properties": {
-                    "turn": { "type": "string" },
-                    "placements": { "type": "array", "items": { "type": "object" } },
-                },
-                "required": ["turn", "placements"],
-            }),
+            text(
+                "A part of the id, principal, worker, state or retention, in any letter case; or \
+                 the whole digest",
+            ),
         ),
         ("Document", json!({ "type": "object", "required": ["openapi", "paths"] })),
         (
             "Refusal",
-            json!({
-                "type": "object",
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "properties": {
-                            "message": { "type": "string" },
-                            "type": { "type": "string" },
-                            "param": { "type": "null" },
-                            "code": { "type": "string" },
-                        },
-                        "required": ["message", "type", "param", "code"],
-                    },
-                },
-                "required": ["error"],
-            }),
+            json!({ "type": "object", "properties": { "error": error }, "required": ["error"] }),
         ),
     ]
 }
