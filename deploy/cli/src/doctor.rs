@@ -5,10 +5,10 @@
 pub mod checks;
 pub mod facts;
 
+use proto::{api::Worker, load::Device};
 use serde::Serialize;
 
 use self::facts::{Asked, Facts};
-use crate::api::{Device, Worker};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]

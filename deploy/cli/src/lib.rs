@@ -3,7 +3,6 @@
 //! It uses what every operator may use: the router's HTTP API, and the control ports of agents
 //! (gRPC). It shares no code with them but `proto` and `service`.
 
-pub mod api;
 pub mod args;
 pub mod commands;
 pub mod connect;
@@ -11,6 +10,7 @@ pub mod doctor;
 pub mod error;
 pub mod flags;
 pub mod init;
+pub mod pool_parts;
 pub mod text;
 pub mod top;
 

@@ -1,5 +1,9 @@
 //! Runs `berth devices`: the GPUs of the workers, with their memory, load and health.
 
+use proto::{
+    api::{Worker, Workers},
+    load::{Device, Figure},
+};
 use serde_json::{Value, json};
 
 use super::{
@@ -7,7 +11,6 @@ use super::{
     listing::{self, Listing},
 };
 use crate::{
-    api::{Device, Fleet, Worker},
     args::{ListArgs, TargetArgs},
     connect::router::RouterClient,
     error::Error,
@@ -35,7 +38,7 @@ const COLUMNS: &[Column] = &[
 pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     listing::show(args, async || {
-        let (fleet, json) = router.get_as::<Fleet>("/v1/workers").await?;
+        let (fleet, json) = router.get_as::<Workers>("/v1/workers").await?;
         let rows = devices(&fleet).map(|(worker, device)| row(worker, device)).collect();
         let faults = devices(&fleet).filter_map(|(_, device)| {
             Some(format!("{}: {}", clean(&device.uuid), clean(device.unhealthy.as_ref()?)))
@@ -46,7 +49,7 @@ pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error>
     .await
 }
 
-fn devices(fleet: &Fleet) -> impl Iterator<Item = (&Worker, &Device)> {
+fn devices(fleet: &Workers) -> impl Iterator<Item = (&Worker, &Device)> {
     let loads = fleet.workers.iter().filter_map(|worker| Some((worker, worker.load.as_ref()?)));
     loads.flat_map(|(worker, load)| load.devices.iter().map(move |device| (worker, device)))
 }
@@ -72,18 +75,16 @@ fn row(worker: &Worker, device: &Device) -> Vec<Cell> {
     let slice = if device.parent_uuid.is_some() { " (MIG)" } else { "" };
     let name = if device.name.is_empty() { &device.uuid } else { &device.name };
     let used = device.memory_used_bytes.zip(device.memory_total_bytes);
-    let figure_bytes =
-        |figure: &Option<crate::api::Figure>| known(figure.as_ref(), |figure| bytes(figure.value));
+    let figure_bytes = |figure: Option<Figure>| known(figure, |figure| bytes(figure.value));
     vec![
         clean(&worker.worker).into(),
         format!("{}{slice}", clean(name)).into(),
         Cell::toned(state, tone),
         known(device.memory_total_bytes, bytes).into(),
         known(used, |(used, total)| percent(used, total)).into(),
-        figure_bytes(&device.engine_bytes).into(),
-        figure_bytes(&device.kv_pool_bytes).into(),
-        known(device.kv_physical_usage.as_ref(), |usage| format!("{:.0}%", usage.value * 100.0))
-            .into(),
+        figure_bytes(device.engine_bytes).into(),
+        figure_bytes(device.kv_pool_bytes).into(),
+        known(device.kv_physical_usage(), |usage| format!("{:.0}%", usage.value * 100.0)).into(),
         known(device.utilization_percent, |percent| format!("{percent}%")).into(),
         known(device.power_milliwatts, |power| (power / 1000).to_string()).into(),
         known(device.temperature_celsius, |degrees| degrees.to_string()).into(),

@@ -1,5 +1,6 @@
 //! Runs `berth placements`: where the last turns were placed and why, or all about one of them.
 
+use proto::api::{Placements, RecentPlacement};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -9,7 +10,6 @@ use super::{
     pages::PagedList,
 };
 use crate::{
-    api::{Placement, PlacementPage},
     args::{PlacementsArgs, TargetArgs},
     connect::router::{RouterClient, encode},
     error::Error,
@@ -37,7 +37,7 @@ pub async fn run(target: &TargetArgs, args: &PlacementsArgs) -> Result<Outcome, 
     if let Some(turn) = &args.turn {
         let path = format!("/v1/placements/{}", encode(turn));
         return listing::show(&args.list, async || {
-            let (page, json) = router.get_as::<PlacementPage>(&path).await?;
+            let (page, json) = router.get_as::<Placements>(&path).await?;
             Ok(explain(&page, json))
         })
         .await;
@@ -59,7 +59,7 @@ pub async fn run(target: &TargetArgs, args: &PlacementsArgs) -> Result<Outcome, 
 }
 
 fn row(entry: &Value) -> serde_json::Result<Vec<Cell>> {
-    let placement = Placement::deserialize(entry)?;
+    let placement = RecentPlacement::deserialize(entry)?;
     Ok(vec![
         clean(&placement.turn).into(),
         clean(&placement.worker).into(),
@@ -70,7 +70,7 @@ fn row(entry: &Value) -> serde_json::Result<Vec<Cell>> {
     ])
 }
 
-fn explain(page: &PlacementPage, json: Value) -> Listing {
+fn explain(page: &Placements, json: Value) -> Listing {
     let mut rows = vec![];
     let mut notes = vec![];
     for placement in &page.placements {

@@ -1,12 +1,12 @@
 //! Runs `berth session`: shows, closes or demotes one session of the key's owner.
 
 use http::Method;
+use proto::api::Session;
 use serde::Deserialize as _;
 use serde_json::json;
 
 use super::{Outcome, print};
 use crate::{
-    api::Session,
     args::{SessionArgs, SessionCommand, TargetArgs},
     connect::router::{RouterClient, encode},
     error::Error,
@@ -38,19 +38,19 @@ async fn show(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Erro
     let session = Session::deserialize(&value);
     let session = session.map_err(|error| router.answer_error(&path, error.to_string()))?;
     let style = Style::of_stdout();
-    let history = if session.whole_history { "full histories" } else { "only what is new" };
     let mut lines = vec![
         ("session", clean(&session.session_id)),
         ("worker", clean(&session.worker)),
         ("state", style.paint(state_tone(&session.state), &clean(&session.state))),
     ];
     // A session that its agent hasn't reported yet has nothing else.
-    if !session.retention.is_empty() {
+    if let Some(report) = session.report.filter(|report| !report.retention.is_empty()) {
+        let history = if report.whole_history { "full histories" } else { "only what is new" };
         lines.extend([
-            ("retention", clean(&session.retention)),
-            ("turns", format!("{}, {} running", session.turns, session.turns_running)),
-            ("resident", known(session.resident_tokens, |it| format!("{} tokens", count(it)))),
-            ("idle", millis(session.idle_ms())),
+            ("retention", clean(&report.retention)),
+            ("turns", format!("{}, {} running", report.turns, report.turns_running)),
+            ("resident", known(report.resident_tokens, |it| format!("{} tokens", count(it)))),
+            ("idle", millis(report.idle_ms())),
             ("client sends", history.to_owned()),
         ]);
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::{load, v1};
+use proto::{api::Session, load, v1};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 use service::proof::router::AgentClient;
@@ -13,7 +13,6 @@ use super::{
     pages::PagedList,
 };
 use crate::{
-    api::Session,
     args::{SessionsArgs, TargetArgs},
     connect::{agent, router::RouterClient},
     error::Error,
@@ -78,15 +77,16 @@ pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Er
 /// `place` is the member that says where the session belongs.
 fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
     let session = Session::deserialize(value)?;
+    let report = session.report.unwrap_or_default();
     Ok(vec![
         clean(&session.session_id).into(),
         clean(value[place].as_str().unwrap_or_default()).into(),
-        clean(&session.retention).into(),
+        clean(&report.retention).into(),
         Cell::toned(clean(&session.state), state_tone(&session.state)),
-        session.turns.to_string().into(),
-        session.turns_running.to_string().into(),
-        known(session.resident_tokens, count).into(),
-        millis(session.idle_ms()).into(),
+        report.turns.to_string().into(),
+        report.turns_running.to_string().into(),
+        known(report.resident_tokens, count).into(),
+        millis(report.idle_ms()).into(),
     ])
 }
 

@@ -12,6 +12,7 @@ use crossterm::{
     execute,
     terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode},
 };
+use proto::api::{FleetSessions, RecentPlacement, Workers};
 use ratatui::{Terminal, backend::CrosstermBackend};
 use serde::Deserialize as _;
 use service::clock::now;
@@ -19,7 +20,6 @@ use tokio::{sync::mpsc, time::MissedTickBehavior};
 
 use super::{Outcome, pages::PagedList};
 use crate::{
-    api::{Fleet, FleetSessions, Placement},
     args::{TargetArgs, TopArgs},
     connect::router::RouterClient,
     error::{Error, chain},
@@ -79,11 +79,11 @@ async fn ask(
     list: &mut PagedList<'_>,
     sessions: &str,
 ) -> Result<Answers, Error> {
-    let (fleet, _) = router.get_as::<Fleet>("/v1/workers").await?;
+    let (fleet, _) = router.get_as::<Workers>("/v1/workers").await?;
     let (sessions, _) = router.get_as::<FleetSessions>(sessions).await?;
     let placements = match list.read_newest(PLACEMENTS_MAX).await {
         Ok(entries) => {
-            Ok(entries.iter().filter_map(|it| Placement::deserialize(it).ok()).collect())
+            Ok(entries.iter().filter_map(|it| RecentPlacement::deserialize(it).ok()).collect())
         }
         Err(error @ Error::RouteAbsent { .. }) => Err(chain(&error)),
         Err(error) => return Err(error),

@@ -1,5 +1,6 @@
 //! Runs `berth turns`: the last turns, with what was cached, how long they took, how they ended.
 
+use proto::api::Turn;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -9,7 +10,6 @@ use super::{
     pages::PagedList,
 };
 use crate::{
-    api::Turn,
     args::{TargetArgs, TurnsArgs},
     connect::router::{RouterClient, encode},
     error::Error,

@@ -1,14 +1,19 @@
 //! Runs `berth workers`: the workers with their turns, request rows and KV pools.
 
+use proto::{
+    api::{Worker, Workers},
+    load::Figure,
+};
+
 use super::{
     Outcome,
     listing::{self, Listing},
 };
 use crate::{
-    api::{Figure, Fleet, Worker},
     args::{ListArgs, TargetArgs},
     connect::router::RouterClient,
     error::Error,
+    pool_parts::PoolParts,
     text::{
         clean, count, known, millis, percent,
         style::state_tone,
@@ -33,7 +38,7 @@ const COLUMNS: &[Column] = &[
 pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error> {
     let router = RouterClient::new(target)?;
     listing::show(args, async || {
-        let (fleet, json) = router.get_as::<Fleet>("/v1/workers").await?;
+        let (fleet, json) = router.get_as::<Workers>("/v1/workers").await?;
         let rows = fleet.workers.iter().map(row).collect();
         Ok(Listing { json, columns: COLUMNS, rows, notes: notes(&fleet) })
     })
@@ -42,9 +47,9 @@ pub async fn run(target: &TargetArgs, args: &ListArgs) -> Result<Outcome, Error>
 
 fn row(worker: &Worker) -> Vec<Cell> {
     let load = worker.load.clone().unwrap_or_default();
-    let value = |figure: &Option<Figure>| figure.as_ref().map(|figure| figure.value);
-    let rows = value(&load.rows_held).zip(value(&load.rows_total));
-    let parts = worker.pool_parts();
+    let value = |figure: Option<Figure>| figure.map(|figure| figure.value);
+    let rows = value(load.rows_held).zip(value(load.rows_total));
+    let parts = PoolParts::of(worker);
     let share =
         |tokens: u64| parts.map_or_else(|| "-".to_owned(), |it| percent(tokens, it.total()));
     let pool = parts.unwrap_or_default();
@@ -63,7 +68,7 @@ fn row(worker: &Worker) -> Vec<Cell> {
     ]
 }
 
-fn notes(fleet: &Fleet) -> Vec<String> {
+fn notes(fleet: &Workers) -> Vec<String> {
     let not_fresh = fleet.workers.iter().filter(|worker| !worker.reason.is_empty());
     let reasons = not_fresh.map(|worker| (&worker.worker, &worker.reason));
     let restarts = fleet.workers.iter().filter_map(|worker| {

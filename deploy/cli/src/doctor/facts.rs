@@ -4,10 +4,11 @@
 
 use std::collections::BTreeMap;
 
-use proto::load::Description;
+use proto::{
+    api::{Worker, Workers},
+    load::{Description, Device},
+};
 use serde_json::Value;
-
-use crate::api::{Device, Fleet, Worker};
 
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
@@ -49,7 +50,7 @@ pub struct Asked {
     /// Of a router.
     pub version: Option<String>,
     /// What a router says of its workers.
-    pub fleet: Option<Fleet>,
+    pub fleet: Option<Workers>,
     /// What an agent says of itself and its engine.
     pub description: Option<Description>,
     /// The own `/server_info` of an agent's engine, or why it can't be read.
@@ -58,7 +59,7 @@ pub struct Asked {
 
 impl Facts {
     /// As the first router says that gave its workers.
-    pub fn fleet(&self) -> Option<&Fleet> {
+    pub fn fleet(&self) -> Option<&Workers> {
         self.routers.iter().find_map(|router| router.fleet.as_ref())
     }
 

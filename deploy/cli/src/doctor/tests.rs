@@ -2,17 +2,22 @@
 
 use std::collections::BTreeSet;
 
-use proto::load::{Description, EngineFacts, FunctionOff, ModelFiles, Retention, RetentionOff};
+use proto::{
+    api::{Kv, UnheardAgent, Worker, Workers},
+    load::{
+        Description, Device, EngineFacts, Figure, FunctionOff, ModelFiles, Rank, RankLoad,
+        Retention, RetentionOff, Source,
+    },
+};
 use serde_json::json;
 
 use super::{
     facts::{Asked, Facts, Reach},
     *,
 };
-use crate::api::{Device, Engine, Figure, Fleet, Kv, Load, Rank, UnheardAgent, Worker};
 
-fn figure(value: u64, source: &str) -> Option<Figure> {
-    Some(Figure { value, source: source.to_owned(), age_ms: 0 })
+fn figure(value: u64, source: Source) -> Option<Figure> {
+    Some(Figure { value, source, age_ms: 0 })
 }
 
 fn worker(number: u32) -> Worker {
@@ -21,7 +26,7 @@ fn worker(number: u32) -> Worker {
         index: Some(number),
         memory_total_bytes: Some(80 << 30),
         memory_used_bytes: Some(70 << 30),
-        engine_bytes: figure(70 << 30, "nvml"),
+        engine_bytes: figure(70 << 30, Source::Nvml),
         age_ms: Some(500),
         ..Device::default()
     };
@@ -30,13 +35,13 @@ fn worker(number: u32) -> Worker {
         agent: format!("w{number}"),
         control: format!("http://w{number}:31001"),
         state: "fresh".into(),
-        load: Some(Load {
-            pool_used_tokens: figure(100, "shim"),
+        load: Some(RankLoad {
+            pool_used_tokens: figure(100, Source::Shim),
             devices: vec![device],
-            ..Load::default()
+            ..RankLoad::default()
         }),
         kv: Kv { state: "live".into(), ..Kv::default() },
-        engine: Engine {
+        engine: EngineFacts {
             version: "0.5.23".into(),
             models: vec!["m".into()],
             page_tokens: 64,
@@ -44,9 +49,10 @@ fn worker(number: u32) -> Worker {
             vocabulary: Some(1000),
             instance: format!("process-{number}"),
             disaggregation: "null".into(),
+            ..EngineFacts::default()
         },
         retentions: ["pinned", "tagged", "none"].map(str::to_owned).to_vec(),
-        rank: Some(Rank { pool_tokens: 1 << 20, rows: 64, devices: vec![] }),
+        rank: Some(Rank { pool_tokens: 1 << 20, rows: 64, ..Rank::default() }),
         ..Worker::default()
     }
 }
@@ -106,7 +112,7 @@ fn router(number: u32) -> Asked {
         url: format!("http://router-{number}:8080"),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         clock_ahead_ms: Some(-300),
-        fleet: Some(Fleet { workers: vec![worker(0), worker(1)], unheard: vec![] }),
+        fleet: Some(Workers { workers: vec![worker(0), worker(1)], unheard: vec![] }),
         settings: json!({
             "workers": ["http://w0:31001", "http://w1:31001"],
             "listen": { "data_addr": "0.0.0.0:8080" },
@@ -214,17 +220,17 @@ const PLANTS: &[(&str, Plant)] = &[
     }),
     ("kv-events-off", |f| {
         let reason = Some("start it with --kv-events-config".into());
-        worker_of(f).kv = Kv { state: "unknown".into(), reason, resident_blocks: 0 };
+        worker_of(f).kv = Kv { state: "unknown".into(), reason, ..Kv::default() };
     }),
     ("kv-events-unreachable", |f| {
         let reason = Some("no KV events from tcp://10.0.0.7:5557: refused".into());
-        worker_of(f).kv = Kv { state: "unknown".into(), reason, resident_blocks: 0 };
+        worker_of(f).kv = Kv { state: "unknown".into(), reason, ..Kv::default() };
     }),
     ("kv-replay-missing", |f| {
         f.agents[0].engine = Some(Ok(json!({ "kv_events_config": r#"{"publisher": "zmq"}"# })));
     }),
     ("shim-silent", |f| {
-        worker_of(f).load.as_mut().unwrap().pool_used_tokens = figure(1, "loads");
+        worker_of(f).load.as_mut().unwrap().pool_used_tokens = figure(1, Source::Loads);
     }),
     ("shim-other-version", |f| {
         described(&mut f.agents[0]).trim_sglang_versions = vec!["0.5.20".into()]
@@ -241,7 +247,7 @@ const PLANTS: &[(&str, Plant)] = &[
         *device_of(f) = Device { uuid: "cuda".into(), ..Device::default() };
     }),
     ("gpu-unhealthy", |f| device_of(f).unhealthy = Some("XID 79".into())),
-    ("gpu-foreign-process", |f| device_of(f).engine_bytes = figure(60 << 30, "nvml")),
+    ("gpu-foreign-process", |f| device_of(f).engine_bytes = figure(60 << 30, Source::Nvml)),
     ("gpu-mig", |f| device_of(f).parent_uuid = Some("GPU-9".into())),
     ("gpu-shared", |f| device_of(f).uuid = "GPU-1".into()),
     ("gpu-readings-old", |f| device_of(f).age_ms = Some(31_000)),

@@ -5,11 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use proto::api::{FleetSession, FleetSessions, RecentPlacement, Workers};
+
 use super::tree::{self, SessionLine};
-use crate::{
-    api::{Fleet, FleetSessions, Placement, Session},
-    connect::router::encode,
-};
+use crate::connect::router::encode;
 
 /// The router tells no more.
 const SESSIONS_MAX: usize = 1_000;
@@ -77,15 +76,15 @@ pub enum Key {
 
 #[derive(Debug, Clone)]
 pub struct Answers {
-    pub fleet: Fleet,
+    pub fleet: Workers,
     pub sessions: FleetSessions,
     /// Those since the last round; `Err` says why there are none.
-    pub placements: Result<Vec<Placement>, String>,
+    pub placements: Result<Vec<RecentPlacement>, String>,
 }
 
 impl Default for Answers {
     fn default() -> Self {
-        let (fleet, sessions) = (Fleet::default(), FleetSessions::default());
+        let (fleet, sessions) = (Workers::default(), FleetSessions::default());
         Self { fleet, sessions, placements: Ok(vec![]) }
     }
 }
@@ -94,10 +93,10 @@ impl Default for Answers {
 #[derive(Debug)]
 pub struct App {
     pub router: String,
-    pub fleet: Fleet,
+    pub fleet: Workers,
     sessions: FleetSessions,
     /// The newest is first, with the time at which each was answered.
-    pub placements: VecDeque<(Instant, Placement)>,
+    pub placements: VecDeque<(Instant, RecentPlacement)>,
     pub placements_problem: Option<String>,
     pub answered_at: Option<Instant>,
     pub problem: Option<String>,
@@ -118,7 +117,7 @@ impl App {
     pub fn new(router: impl Into<String>) -> Self {
         Self {
             router: router.into(),
-            fleet: Fleet::default(),
+            fleet: Workers::default(),
             sessions: FleetSessions::default(),
             placements: VecDeque::new(),
             placements_problem: None,
@@ -235,7 +234,7 @@ impl App {
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionLine<'_>> {
         let filter = self.filter.to_lowercase();
-        let is_found = |session: &Session| {
+        let is_found = |session: &FleetSession| {
             let texts = [
                 &session.session_id,
                 &session.principal,
@@ -247,7 +246,7 @@ impl App {
                 || texts.iter().any(|text| text.to_lowercase().contains(&filter))
         };
         let listed = self.sessions.sessions.iter();
-        let (mut found, others): (Vec<&Session>, Vec<&Session>) =
+        let (mut found, others): (Vec<&FleetSession>, Vec<&FleetSession>) =
             listed.partition(|session| is_found(session));
         found.sort_by(|one, other| {
             let order = match self.sort_key {
@@ -259,7 +258,8 @@ impl App {
             let order = order.then_with(|| one.session_id.cmp(&other.session_id));
             order.then_with(|| one.digest.cmp(&other.digest))
         });
-        let parents: Vec<&Session> = others.into_iter().chain(&self.sessions.parents).collect();
+        let parents: Vec<&FleetSession> =
+            others.into_iter().chain(&self.sessions.parents).collect();
         tree::below_parents(&found, &parents)
     }
 
@@ -275,8 +275,8 @@ impl App {
 mod tests {
     use super::*;
 
-    fn session(id: &str, tokens: u64, parent: Option<&str>) -> Session {
-        Session {
+    fn session(id: &str, tokens: u64, parent: Option<&str>) -> FleetSession {
+        FleetSession {
             digest: format!("digest of {id}"),
             session_id: id.into(),
             worker: "w0/0".into(),
@@ -284,11 +284,11 @@ mod tests {
             turns: 100 - tokens,
             idle_ms: Some(tokens),
             parent: parent.map(|parent| format!("digest of {parent}")),
-            ..Session::default()
+            ..FleetSession::default()
         }
     }
 
-    fn app(sessions: Vec<Session>) -> App {
+    fn app(sessions: Vec<FleetSession>) -> App {
         let mut app = App::new("http://r");
         let total = sessions.len() as u64;
         let sessions = FleetSessions { sessions, total, ..FleetSessions::default() };

@@ -1,6 +1,6 @@
 //! Divides a KV pool's bar among the parts of the pool. Pure.
 
-use crate::api::PoolParts;
+use crate::pool_parts::PoolParts;
 
 /// The parts in their order. The character shows the part without colours too.
 pub const PARTS: [(&str, char); 5] =

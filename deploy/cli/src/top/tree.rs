@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use crate::api::Session;
+use proto::api::FleetSession;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionLine<'a> {
     /// How many sessions of the list are above it: 0 without a parent in the list.
     pub depth: usize,
-    pub session: &'a Session,
+    pub session: &'a FleetSession,
     /// If it wasn't found itself, it is here because a session below it was.
     pub is_found: bool,
 }
@@ -17,8 +17,11 @@ pub struct SessionLine<'a> {
 /// `found`. A session without a known parent stands alone; sessions that name each other in a
 /// circle are all shown.
 #[must_use]
-pub fn below_parents<'a>(found: &[&'a Session], parents: &[&'a Session]) -> Vec<SessionLine<'a>> {
-    let sessions: Vec<&Session> = found.iter().chain(parents).copied().collect();
+pub fn below_parents<'a>(
+    found: &[&'a FleetSession],
+    parents: &[&'a FleetSession],
+) -> Vec<SessionLine<'a>> {
+    let sessions: Vec<&FleetSession> = found.iter().chain(parents).copied().collect();
     let mut numbers = BTreeMap::new();
     for (number, session) in sessions.iter().enumerate() {
         numbers.entry(session.digest.as_str()).or_insert(number);
@@ -63,15 +66,15 @@ mod tests {
 
     use super::*;
 
-    fn session(id: &str, parent: &str) -> Session {
+    fn session(id: &str, parent: &str) -> FleetSession {
         let parent = (!parent.is_empty()).then(|| parent.to_owned());
-        Session { digest: id.into(), parent, ..Session::default() }
+        FleetSession { digest: id.into(), parent, ..FleetSession::default() }
     }
 
     /// Returns the lines of these sessions, each `id<parent`: a `-` for each session above, and a
     /// `?` for a session that was not found itself.
     fn shown(found: &str, parents: &str) -> String {
-        let read = |text: &str| -> Vec<Session> {
+        let read = |text: &str| -> Vec<FleetSession> {
             text.split_whitespace()
                 .map(|word| {
                     let (id, parent) = word.split_once('<').unwrap_or((word, ""));
@@ -80,8 +83,8 @@ mod tests {
                 .collect()
         };
         let (found, parents) = (read(found), read(parents));
-        let found: Vec<&Session> = found.iter().collect();
-        let parents: Vec<&Session> = parents.iter().collect();
+        let found: Vec<&FleetSession> = found.iter().collect();
+        let parents: Vec<&FleetSession> = parents.iter().collect();
         let text = |line: &SessionLine<'_>| {
             let mark = if line.is_found { "" } else { "?" };
             format!("{}{}{mark}", "-".repeat(line.depth), line.session.digest)
@@ -111,10 +114,10 @@ mod tests {
     proptest! {
         #[test]
         fn every_found_session_is_shown_once(parents in prop::collection::vec(0_usize..12, 0..12)) {
-            let sessions: Vec<Session> = (0..parents.len())
+            let sessions: Vec<FleetSession> = (0..parents.len())
                 .map(|number| session(&number.to_string(), &parents[number].to_string()))
                 .collect();
-            let found: Vec<&Session> = sessions.iter().collect();
+            let found: Vec<&FleetSession> = sessions.iter().collect();
             let lines = below_parents(&found, &[]);
             let mut ids: Vec<usize> =
                 lines.iter().map(|line| line.session.digest.parse().unwrap()).collect();

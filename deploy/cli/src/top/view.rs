@@ -5,6 +5,7 @@
 
 use std::time::Instant;
 
+use proto::{api::Worker, load::Figure};
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
@@ -19,7 +20,7 @@ use super::{
     tree::SessionLine,
 };
 use crate::{
-    api::{Figure, Worker},
+    pool_parts::PoolParts,
     text::{
         bytes, clean, count, known, millis,
         style::{Tone, state_tone},
@@ -171,10 +172,10 @@ impl Painter {
 
     fn worker_row(self, worker: &Worker, bar_width: usize, has_reason: bool) -> Row<'static> {
         let load = worker.load.clone().unwrap_or_default();
-        let value = |figure: &Option<Figure>| figure.as_ref().map(|figure| figure.value);
-        let rows = value(&load.rows_held).zip(value(&load.rows_total));
+        let value = |figure: Option<Figure>| figure.map(|figure| figure.value);
+        let rows = value(load.rows_held).zip(value(load.rows_total));
         let used = load.devices.iter().filter_map(|device| device.memory_used_bytes).sum::<u64>();
-        let parts = worker.pool_parts();
+        let parts = PoolParts::of(worker);
         let reason = clean(&worker.reason);
         let bar = match parts {
             _ if !worker.is_fresh() && !has_reason => {

@@ -1,6 +1,9 @@
 //! Checks of the engines: flags, shim, KV events, and whether the pool fits what is promised. Pure.
 
-use proto::load::{FunctionOff, Retention, RetentionOff};
+use proto::{
+    api::Worker,
+    load::{FunctionOff, Retention, RetentionOff, Source},
+};
 use serde_json::Value;
 
 use super::super::{
@@ -10,7 +13,7 @@ use super::super::{
     facts::{Asked, Facts, setting},
     fault, warning,
 };
-use crate::{api::Worker, flags};
+use crate::flags;
 
 pub const CHECKS: &[Check] = &[
     fault(
@@ -186,7 +189,7 @@ fn find_no_kv_events(facts: &Facts, found: &mut Found) {
 /// `None` if there are no figures yet.
 fn has_shim(worker: &Worker) -> Option<bool> {
     let used = worker.load.as_ref()?.pool_used_tokens.as_ref()?;
-    Some(used.source == "shim")
+    Some(used.source == Source::Shim)
 }
 
 fn lacks_functions(worker: &Worker, facts: &Facts) -> Option<String> {
@@ -219,7 +222,7 @@ fn fits_no_session(worker: &Worker, facts: &Facts) -> Option<String> {
         reason = "a rough comparison of sizes far below 2^52"
     )]
     let budget_tokens = (pool_tokens as f64 * ratio) as u64;
-    let context_tokens = worker.engine.context_tokens;
+    let context_tokens = u64::from(worker.engine.context_tokens);
     (budget_tokens < context_tokens).then(|| {
         format!(
             "{budget_tokens} tokens for pinned sessions (sessions.pin_budget_ratio = {ratio} of \

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use proto::api::Worker;
+
 use super::super::{
     Check,
     Find::{Agents, Engines, Fleet, Workers},
@@ -9,7 +11,6 @@ use super::super::{
     facts::{Facts, Reach},
     fault, warning,
 };
-use crate::api::Worker;
 
 pub const CHECKS: &[Check] = &[
     fault("worker-stale", "no new session goes there", Fleet(find_silent_workers)),
@@ -166,7 +167,7 @@ fn find_differences(
     found: &mut Found,
     name: &str,
     fix: &str,
-    figure: fn(&Worker) -> Option<u64>,
+    figure: fn(&Worker) -> Option<u32>,
 ) {
     let groups = differing(facts.engines().filter_map(|worker| {
         let model = worker.engine.models.first().filter(|model| !model.is_empty())?;

@@ -1,5 +1,7 @@
 //! Checks of the GPUs. Pure.
 
+use proto::load::Source;
+
 use super::super::{
     Check,
     Find::{Devices, Fleet},
@@ -12,7 +14,7 @@ use crate::text::bytes;
 /// Contexts of monitors, and what drivers round, do no harm.
 const FOREIGN_BYTES_MAX: u64 = 2 << 30;
 /// Readings are made each second. The driver is taken for stuck when they are this old.
-const READING_AGE_MS_MAX: u64 = 30_000;
+const READING_AGE_MS_MAX: u32 = 30_000;
 
 pub const CHECKS: &[Check] = &[
     warning(
@@ -32,7 +34,7 @@ pub const CHECKS: &[Check] = &[
             "end them (nvidia-smi names them), or agent.toml: gpu.devices = [\"UUID\"] of the \
              engine's own GPUs",
             |it| {
-                let engine = it.engine_bytes.as_ref().filter(|bytes| bytes.source == "nvml")?;
+                let engine = it.engine_bytes.filter(|bytes| bytes.source == Source::Nvml)?;
                 // A slice's used memory is its own, its engine's too.
                 let foreign = it.memory_used_bytes?.checked_sub(engine.value)?;
                 let what = format!("processes beside the engine hold {}", bytes(foreign));

@@ -2,16 +2,14 @@
 
 use std::time::Duration;
 
+use proto::api::Workers;
 use ratatui::{Terminal, backend::TestBackend, buffer::Buffer, style::Color};
 use serde_json::json;
 
 use super::*;
-use crate::{
-    api::Fleet,
-    top::app::{Answers, Key},
-};
+use crate::top::app::{Answers, Key};
 
-fn fleet(workers: usize) -> Fleet {
+fn fleet(workers: usize) -> Workers {
     let figure = |value: u64| json!({ "value": value, "source": "shim", "age_ms": 1 });
     let workers: Vec<_> = (0..workers)
         .map(|number| {
