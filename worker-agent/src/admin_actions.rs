@@ -5,7 +5,6 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::post,
 };
-use serde_json::json;
 
 use crate::{data_port, owner::AgentHandle};
 
@@ -18,13 +17,7 @@ pub(crate) fn routes(agent: AgentHandle) -> Router {
 
 async fn set_drained(agent: &AgentHandle, wanted: bool) -> Response {
     match agent.set_drained(wanted).await {
-        Ok(state) => Json(json!({
-            "draining": state.is_draining,
-            "turns_running": state.turns_running,
-            "turns_queued": state.turns_queued,
-            "sessions": state.sessions,
-        }))
-        .into_response(),
+        Ok(state) => Json(state).into_response(),
         Err(error) => data_port::refusal(&error).into_response(),
     }
 }

@@ -18,8 +18,8 @@ use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
 };
-use proto::proof;
-use serde_json::{Value, json};
+use proto::{api, proof};
+use serde_json::Value;
 use service::{
     backoff::Backoff,
     log::describe_error,
@@ -173,18 +173,19 @@ impl Announcement {
     }
 
     async fn announce(&self, is_leaving: bool) -> Result<(), Failure> {
-        let body = json!({
-            "agent_id": self.agent_id,
-            "control": self.control_url,
-            "ttl_ms": self.ttl_ms,
-            "leaving": is_leaving,
-        });
+        let body = api::Announcement {
+            agent_id: self.agent_id.clone(),
+            control: self.control_url.clone(),
+            ttl_ms: self.ttl_ms,
+            leaving: is_leaving,
+        };
+        let body = serde_json::to_vec(&body).expect("plain fields always serialise");
         let mut request = Request::builder()
             .method(Method::POST)
             .uri(format!("{}/v1/agents", self.router))
             .header(header::CONTENT_TYPE, "application/json")
             .header(header::AUTHORIZATION, HeaderValue::clone(&self.key.load()))
-            .body(Full::new(Bytes::from(body.to_string())))
+            .body(Full::new(Bytes::from(body)))
             .expect("the settings were checked");
         if let Some(proofs) = &self.proofs {
             let proof = proofs.sign_announcement(&self.control_url);

@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
@@ -41,9 +42,11 @@ pub enum Ending {
     HandOver,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The admin port answers it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct DrainState {
     /// True also if the agent stops.
+    #[serde(rename = "draining")]
     pub is_draining: bool,
     /// Inside the engine.
     pub turns_running: u32,
