@@ -18,7 +18,7 @@ pub struct PoolParts {
 impl PoolParts {
     /// `None` if the pool's size or use is unknown.
     #[must_use]
-    pub fn of(worker: &Worker) -> Option<Self> {
+    pub fn read(worker: &Worker) -> Option<Self> {
         let load = worker.load.as_ref()?;
         let value = |figure: Option<Figure>| figure.map(|figure| figure.value);
         let total = value(load.pool_total_tokens)?;
@@ -73,11 +73,11 @@ mod tests {
 
     #[test]
     fn the_pool_is_split_by_who_holds_it() {
-        let parts = PoolParts::of(&worker(1000, 500, 300, 200, 5)).unwrap();
+        let parts = PoolParts::read(&worker(1000, 500, 300, 200, 5)).unwrap();
         let expected =
             PoolParts { pinned: 300, locked: 80, running: 120, evictable: 200, free: 300 };
         assert_eq!(parts, expected);
-        assert_eq!(PoolParts::of(&Worker::default()), None, "nothing is known");
+        assert_eq!(PoolParts::read(&Worker::default()), None, "nothing is known");
     }
 
     proptest! {
@@ -85,7 +85,7 @@ mod tests {
         fn the_parts_are_never_more_than_the_pool(
             total: u64, used: u64, pinned: u64, evictable: u64, locked: u64
         ) {
-            let parts = PoolParts::of(&worker(total, used, pinned, evictable, locked)).unwrap();
+            let parts = PoolParts::read(&worker(total, used, pinned, evictable, locked)).unwrap();
             prop_assert_eq!(parts.total(), total);
         }
     }

@@ -49,7 +49,7 @@ fn row(worker: &Worker) -> Vec<Cell> {
     let load = worker.load.clone().unwrap_or_default();
     let value = |figure: Option<Figure>| figure.map(|figure| figure.value);
     let rows = value(load.rows_held).zip(value(load.rows_total));
-    let parts = PoolParts::of(worker);
+    let parts = PoolParts::read(worker);
     let share =
         |tokens: u64| parts.map_or_else(|| "-".to_owned(), |it| percent(tokens, it.total()));
     let pool = parts.unwrap_or_default();

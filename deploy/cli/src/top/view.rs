@@ -175,7 +175,7 @@ impl Painter {
         let value = |figure: Option<Figure>| figure.map(|figure| figure.value);
         let rows = value(load.rows_held).zip(value(load.rows_total));
         let used = load.devices.iter().filter_map(|device| device.memory_used_bytes).sum::<u64>();
-        let parts = PoolParts::of(worker);
+        let parts = PoolParts::read(worker);
         let reason = clean(&worker.reason);
         let bar = match parts {
             _ if !worker.is_fresh() && !has_reason => {
