@@ -142,7 +142,7 @@ async fn an_engine_whose_role_was_switched_is_described_anew() {
         let described = eventually("the role", || {
             let mut client = client.clone();
             async move {
-                let answer = client.describe(proto::v1::DescribeRequest {}).await.unwrap();
+                let answer = client.describe(contract::v1::DescribeRequest {}).await.unwrap();
                 let engine = answer.into_inner().engine.unwrap();
                 (engine.disaggregation == role.as_str()).then_some(engine)
             }
@@ -279,7 +279,7 @@ async fn tagged_turns_are_tagged_by_incarnation_and_pass_untouched() {
     let tag = seen["session_id"].as_str().unwrap();
     assert!(tag.starts_with("berth-w0-"), "{tag}");
     assert_eq!(seen["messages"], body["messages"]);
-    assert_eq!(seen["rid"].as_str().unwrap().len(), proto::turn_rid::TURN_RID_BYTES);
+    assert_eq!(seen["rid"].as_str().unwrap().len(), contract::turn_rid::TURN_RID_BYTES);
     assert_eq!(seen["routed_dp_rank"], 0);
     let again = post(&cluster, "/v1/chat/completions", Some(&claim("s")), &body).await;
     let usage = &again.json()["usage"];
@@ -535,7 +535,7 @@ async fn a_dp_rank_is_chosen_once_and_kept() {
 
 #[tokio::test]
 async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() {
-    use proto::v1::{self, load_event::Event};
+    use contract::v1::{self, load_event::Event};
     let cluster = start(|_| {}).await;
     generate(&cluster, Some(&pinned("before")), &turn("hello", 1)).await;
     let mut client = cluster.agent().control_client().await.unwrap();
@@ -548,7 +548,7 @@ async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() 
         event.event.unwrap()
     };
     let Event::Description(description) = next().await else { panic!("description first") };
-    let description = proto::load::Description::try_from(description).unwrap();
+    let description = contract::load::Description::try_from(description).unwrap();
     assert_eq!((description.agent_id.as_str(), description.ranks[0].rows), ("w0", 8));
     let device = &description.ranks[0].devices[0];
     assert_eq!((device.uuid.as_str(), device.memory_used_bytes), ("cpu", None), "absent, not zero");
@@ -563,7 +563,7 @@ async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() 
                 change: Some(v1::session_change::Change::Upsert(session)),
             }) => opened |= session.key.unwrap().id == "after" && session.turns == 1,
             Event::Report(report) => {
-                let report = proto::load::LoadReport::try_from(report).unwrap();
+                let report = contract::load::LoadReport::try_from(report).unwrap();
                 let rank = &report.ranks[0];
                 counted |= rank.rows_held.unwrap().value == 2 && rank.turns_running == 0;
             }
@@ -574,7 +574,7 @@ async fn the_control_stream_sends_the_table_then_reports_and_changes_in_order() 
 
 #[tokio::test]
 async fn grpc_opens_and_closes_name_the_missing_resource() {
-    use proto::v1;
+    use contract::v1;
     let cluster = start(|_| {}).await;
     let mut client = cluster.agent().control_client().await.unwrap();
     let key = |id: &str| Some(v1::SessionKey { principal: "p".into(), id: id.into() });

@@ -14,6 +14,10 @@ use std::{
 
 use axum::body::Body;
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
+use contract::{
+    control::{CONTROL_ROUTES, ControlRoute},
+    route::ROUTES,
+};
 use harness::{
     cluster::{Cluster, ClusterSettings, PATIENCE, agent_config, eventually, text_turn as turn},
     keys::{KeyFixture, TestKey, key_text},
@@ -21,10 +25,6 @@ use harness::{
 };
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
-use proto::{
-    control::{CONTROL_ROUTES, ControlRoute},
-    route::ROUTES,
-};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};

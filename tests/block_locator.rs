@@ -6,12 +6,12 @@
 
 use std::collections::BTreeSet;
 
+use blocks::block::{BlockHash, BlockTokens, Chain, Scheme};
 use engine_sim::kv::{Fault, KvEventsConfig};
 use harness::{
     cluster::{Cluster, eventually, ids_turn},
     web::{Answer, Headers},
 };
-use proto::block::{BlockHash, BlockTokens, Chain, Scheme};
 use serde_json::Value;
 
 /// The leading tokens that prompts of one kind share.

@@ -2,8 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use contract::v1::{self, worker_agent_client::WorkerAgentClient};
 use harness::cluster::{Cluster, ClusterSettings, eventually, text_turn};
-use proto::v1::{self, worker_agent_client::WorkerAgentClient};
 use tonic::{Code, transport::Channel};
 
 type Client = WorkerAgentClient<Channel>;

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use contract::v1::{self, worker_agent_client::WorkerAgentClient};
 use engine_sim::{Config, EngineSim};
 use harness::{
     cluster::{Cluster, Router, eventually, ready, router_config, text_turn},
@@ -19,7 +20,6 @@ use harness::{
 };
 use http::Method;
 use http_body_util::BodyExt as _;
-use proto::v1::{self, worker_agent_client::WorkerAgentClient};
 use serde_json::Value;
 use service::clock::now;
 use tokio::{

@@ -4,9 +4,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
+use contract::body::{OWNED_KEYS, Object, assemble};
 use harness::cluster::Cluster;
 use http::{Method, StatusCode};
-use proto::body::{OWNED_KEYS, Object, assemble};
 use router::config::tables::PreamblePolicy;
 use serde_json::json;
 

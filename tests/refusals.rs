@@ -4,11 +4,11 @@
 
 use std::net::SocketAddr;
 
+use contract::v1;
 use harness::{
     cluster::{Cluster, ClusterSettings, eventually, text_turn},
     keys::KeyFixture,
 };
-use proto::v1;
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},

@@ -7,17 +7,17 @@
 
 use std::collections::BTreeSet;
 
+use blocks::{
+    block::{BlockHash, BlockTokens, Chain, Scheme},
+    kv::{Change, RankChange},
+};
+use contract::v1::{self, worker_agent_client::WorkerAgentClient};
 use engine_sim::{
     Config,
     kv::{Fault, KvEvent, KvEventsConfig, Stored},
     request::Space,
 };
 use harness::cluster::{Agent, Cluster, PATIENCE, agent_config, eventually, ids_turn, ready};
-use proto::{
-    block::{BlockHash, BlockTokens, Chain, Scheme},
-    kv::{Change, RankChange},
-    v1::{self, worker_agent_client::WorkerAgentClient},
-};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use tonic::{

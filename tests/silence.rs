@@ -105,7 +105,7 @@ async fn an_engine_that_goes_on_with_an_answer_is_not_silent() {
 async fn a_paused_engine_is_not_silent() {
     let cluster = start().await;
     let mut client = cluster.agent().control_client().await.unwrap();
-    let watch = proto::v1::WatchLoadRequest {};
+    let watch = contract::v1::WatchLoadRequest {};
     let mut reports = client.watch_load(watch).await.unwrap().into_inner();
     post(&cluster, "/pause_generation", &json!({"mode": "in_place"})).await;
     let paused_at = now();

@@ -5,13 +5,13 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
 use bytes::Bytes;
+use contract::staged_prefill::{PATH, encode};
 use engine_sim::{core::CoreConfig, kv::KvEventsConfig};
 use harness::{
     cluster::{Cluster, eventually, ids_turn},
     web::{Answer, Headers},
 };
 use http::Method;
-use proto::staged_prefill::{PATH, encode};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use worker_agent::staged_prefill_queue::PROMPTS_MAX;

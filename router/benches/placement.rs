@@ -9,15 +9,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use criterion::{BenchmarkId, Criterion};
-use proto::{
-    block::{BlockHash, Tier, hash_after},
+use blocks::block::{BlockHash, Tier, hash_after};
+use blocks::index::{Index, Overlap};
+use contract::{
     id::{Digest, SessionKey},
     load::{
         Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
         SessionState, Source, StagedPrefill, Weights,
     },
 };
+use criterion::{BenchmarkId, Criterion};
 use router::{
     config::Config,
     fleet::{
@@ -26,10 +27,7 @@ use router::{
         worker::WorkerRef,
     },
     placement::{PairUse, PlacementRequest, Sticky, place, place_without_prompt},
-    residency::{
-        PromptOverlap,
-        index::{Index, Overlap},
-    },
+    residency::PromptOverlap,
 };
 
 const BLOCK_TOKENS: u64 = 64;

@@ -1,7 +1,7 @@
 //! Benchmarks of making routing blocks from a body, for turns whose placement needs them.
 
+use contract::{body::Object, load::EngineFacts};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
-use proto::{body::Object, load::EngineFacts};
 use router::{
     prompt::{EngineBlockFacts, Prompt, PromptForm},
     residency::learned::LearnedPrompts,

@@ -9,8 +9,8 @@ pub mod jwt;
 
 use std::{net::IpAddr, sync::Arc};
 
+use contract::id;
 use http::HeaderMap;
-use proto::id;
 use service::{
     auth::{
         announce::AnnounceRight,

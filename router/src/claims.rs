@@ -2,7 +2,7 @@
 //!
 //! Several routers serve one fleet, and know nothing of each other. No agent reports a session
 //! whose first turn is still under way, so two routers would choose two workers for it. So a router
-//! *claims* the worker first ([`proto::placement_claim`]): at an agent, or at a store of the
+//! *claims* the worker first ([`contract::placement_claim`]): at an agent, or at a store of the
 //! operator's. Turns of sessions that stay where they are pay nothing. Whatever fails here, the
 //! turn goes on, at worst without a claim.
 
@@ -24,11 +24,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     id::SessionKey,
     placement_claim::{CLAIMS_MAX, ClaimTable},
 };
+use parking_lot::Mutex;
 use service::{clock::now, tasks::Tasks, tls::client::ClientTls};
 use tokio::sync::watch;
 

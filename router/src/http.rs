@@ -30,7 +30,7 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{MethodFilter, delete, get, on, post},
 };
-use proto::route::{Kind, ROUTES, Route};
+use contract::route::{Kind, ROUTES, Route};
 use service::{
     auth::{admin_only_refusal, credential},
     clock::now,

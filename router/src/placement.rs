@@ -22,7 +22,7 @@ mod tests;
 
 use std::time::{Duration, Instant};
 
-use proto::{
+use contract::{
     id::Digest,
     load::{EngineRole, Retention, WantedWeights},
 };

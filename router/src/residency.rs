@@ -1,16 +1,15 @@
 //! Knows which blocks of a prompt have resident KV on which worker, so that turns go to their KV.
 //!
-//! A block is a routing block, a hashed part of a prompt (see [`proto::block`]). Nothing here
+//! A block is a routing block, a hashed part of a prompt (see [`blocks::block`]). Nothing here
 //! stores KV or asks an engine.
 
 pub(crate) mod block_locator;
 pub(crate) mod collector;
-pub mod index;
 pub(crate) mod kv_index;
 pub(crate) mod kv_stream;
 pub mod learned;
 
-use self::index::Overlap;
+use blocks::index::Overlap;
 
 #[derive(Debug, Clone, Copy)]
 pub struct PromptOverlap<'a> {

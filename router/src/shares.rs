@@ -36,7 +36,7 @@ impl Sharer {
     /// Of an IPv6 address, the first 64 bits count, because one client can use all addresses in
     /// them.
     pub(crate) fn new(caller: &Caller, peer: Option<IpAddr>) -> Self {
-        let name = match peer.filter(|_| &*caller.principal == proto::id::ANONYMOUS) {
+        let name = match peer.filter(|_| &*caller.principal == contract::id::ANONYMOUS) {
             None => Arc::clone(&caller.principal),
             Some(IpAddr::V4(address)) => format!("@{address}").into(),
             Some(IpAddr::V6(address)) => match address.to_ipv4_mapped() {

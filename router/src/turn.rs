@@ -48,8 +48,8 @@ use std::{sync::Arc, time::Instant};
 
 use axum::response::Response;
 use bytes::Bytes;
+use contract::{abort::TurnNames, id::SessionKey, route::Kind};
 use http::{Extensions, HeaderMap, request::Parts};
-use proto::{abort::TurnNames, id::SessionKey, route::Kind};
 use service::{
     clock::now,
     headers::strip_request,

@@ -6,13 +6,13 @@ use std::{collections::BTreeMap, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use axum::body::Body;
+use contract::v1::{ListSessionsRequest, worker_agent_client::WorkerAgentClient};
 use harness::{
     case,
     cases::Case,
     fleet::{FleetPlan, Place, Processes, credential},
 };
 use http::Method;
-use proto::v1::{ListSessionsRequest, worker_agent_client::WorkerAgentClient};
 use rustix::process::Signal;
 use serde_json::json;
 use service::clock::now;

@@ -10,6 +10,7 @@ use std::sync::{
 use anyhow::{Context as _, ensure};
 use axum::body::Body;
 use bytes::{BufMut as _, Bytes, BytesMut};
+use contract::v1::{self, load_event::Event};
 use harness::{
     cluster::text_turn,
     fleet::{FleetPlan, Place, Processes, credential, own_host},
@@ -18,7 +19,6 @@ use http::{HeaderMap, Response, Uri, header::CONTENT_TYPE};
 use http_body_util::StreamBody;
 use hyper::body::Frame;
 use prost::Message as _;
-use proto::v1::{self, load_event::Event};
 use service::clock::now;
 use tokio::{net::TcpListener, task::JoinSet};
 use tokio_stream::wrappers::TcpListenerStream;

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use anyhow::ensure;
-use proto::v1::{self, worker_agent_client::WorkerAgentClient};
+use contract::v1::{self, worker_agent_client::WorkerAgentClient};
 use serde::Serialize;
 use tokio::task::JoinSet;
 use tonic::transport::{Channel, Endpoint};

@@ -20,18 +20,18 @@ use axum::{
     extract::{Request, State},
     response::{IntoResponse, Response},
 };
+use blocks::kv::{self, RankChange};
 use bytes::Bytes;
-use http::HeaderMap;
-use http_body_util::BodyExt as _;
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     claim::Claim,
     id::SessionKey,
-    kv::{self, RankChange},
     load::{Retention, Session, SessionState},
     placement_claim::{CLAIMS_MAX, ClaimTable},
     v1::{self, load_event::Event, session_change::Change, worker_agent_server::WorkerAgentServer},
 };
+use http::HeaderMap;
+use http_body_util::BodyExt as _;
+use parking_lot::Mutex;
 use service::{
     refusal::{Code, Refusal},
     tasks::Tasks,

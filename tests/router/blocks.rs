@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use proto::{
+use blocks::{
     block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
     kv::Change,
 };

@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeSet, sync::atomic::Ordering};
 
+use contract::{hints::TurnHints, load::Retention};
 use harness::web::Headers;
 use http::{Method, StatusCode};
-use proto::{hints::TurnHints, load::Retention};
 
 use crate::{
     agent::{Agent, ReceivedTurn},

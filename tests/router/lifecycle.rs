@@ -2,9 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
+use contract::load::Retention;
 use harness::keys::KeyFixture;
 use http::{Method, StatusCode};
-use proto::load::Retention;
 use serde_json::json;
 
 use crate::{

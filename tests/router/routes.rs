@@ -1,8 +1,8 @@
 //! Tests of the routes: that clients find each of an engine's, in the ways in which they ask.
 
+use contract::route::{Kind, ROUTES};
 use harness::web::Headers;
 use http::{Method, StatusCode};
-use proto::route::{Kind, ROUTES};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,

@@ -12,11 +12,11 @@ use std::{
 
 use anyhow::Context as _;
 use clap::Parser;
-use prost::Message as _;
-use proto::{
+use contract::{
     id::SessionKey,
     v1::{self, load_event::Event},
 };
+use prost::Message as _;
 use router::{
     config::Config,
     fleet::{load_stream::LoadStreamChecker, snapshot::Snapshot, state::State, worker::WorkerRef},

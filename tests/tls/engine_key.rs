@@ -5,6 +5,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use contract::v1::worker_agent_client::WorkerAgentClient;
 use engine_sim::{Config, EngineSim};
 use harness::{
     certificates::token,
@@ -12,7 +13,6 @@ use harness::{
     web::Web,
 };
 use http::Method;
-use proto::v1::worker_agent_client::WorkerAgentClient;
 use serde_json::Value;
 use tonic::transport::Endpoint;
 

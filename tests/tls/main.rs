@@ -9,6 +9,10 @@ mod rotation;
 use std::path::Path;
 
 use axum::body::Body;
+use contract::{
+    proof::REQUEST,
+    v1::{ListSessionsRequest, worker_agent_client::WorkerAgentClient},
+};
 use harness::{
     berth::BerthCommand,
     certificates::{AGENT, Authority, Files, ROUTER, token},
@@ -16,10 +20,6 @@ use harness::{
     web::Web,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
-use proto::{
-    proof::REQUEST,
-    v1::{ListSessionsRequest, worker_agent_client::WorkerAgentClient},
-};
 use serde_json::{Value, json};
 use service::{proof::router::Signer, reload::Reloaded, router_token::Tokens};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -166,7 +166,7 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
         let refused = web.post(&url, headers, &text_turn("hello", 4)).await.unwrap();
         assert_eq!(refused.refusal(), (401, "not_a_router".to_owned()));
     }
-    for path in ["/v1/models", "/nothing", proto::staged_prefill::PATH] {
+    for path in ["/v1/models", "/nothing", contract::staged_prefill::PATH] {
         let refused = web.get(&cluster.agent().url(path)).await.unwrap();
         assert_eq!(refused.refusal(), (401, "not_a_router".to_owned()), "{path}");
     }

@@ -3,6 +3,10 @@
 use std::{net::SocketAddr, sync::Arc};
 
 use axum::{body::Body, extract::Request};
+use contract::{
+    proof,
+    v1::{ListSessionsRequest, ProveRequest},
+};
 use harness::{
     certificates::{Authority, Files, token},
     cluster::{Cluster, Router, eventually, router_config, text_turn},
@@ -11,10 +15,6 @@ use harness::{
 };
 use http::{HeaderMap, Method, Uri};
 use parking_lot::Mutex;
-use proto::{
-    proof,
-    v1::{ListSessionsRequest, ProveRequest},
-};
 use serde_json::json;
 use service::{
     proof::{

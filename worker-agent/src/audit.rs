@@ -9,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use contract::load::PageAudit;
 use kernels::report::FaultKind;
-use proto::load::PageAudit;
 
 use crate::shim::AuditReply;
 

@@ -13,9 +13,7 @@ mod streams;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use http::{HeaderValue, StatusCode};
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     claim,
     id::SessionKey,
     load::Retention,
@@ -25,6 +23,8 @@ use proto::{
         worker_agent_server::{WorkerAgent, WorkerAgentServer},
     },
 };
+use http::{HeaderValue, StatusCode};
+use parking_lot::Mutex;
 use service::{clock::now, proof, server, tasks::Tasks, tls::Protocol};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
@@ -161,7 +161,7 @@ fn parse_key(wire_key: Option<v1::SessionKey>) -> Result<SessionKey, Status> {
         wire_key.ok_or_else(|| Status::invalid_argument("the session key is missing"))?;
     wire_key
         .try_into()
-        .map_err(|error: proto::id::Error| Status::invalid_argument(error.to_string()))
+        .map_err(|error: contract::id::Error| Status::invalid_argument(error.to_string()))
 }
 
 #[tonic::async_trait]

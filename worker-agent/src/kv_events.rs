@@ -24,7 +24,7 @@ pub mod zmtp;
 
 use std::{sync::Arc, time::Duration};
 
-use proto::v1;
+use contract::v1;
 use service::tasks::Tasks;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;

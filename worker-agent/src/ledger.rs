@@ -9,8 +9,8 @@
 //! |---|---|---|
 //! | the shim's message | [`RankFacts`], which the ledger keeps | `shim/outbox.rs` |
 //! | [`RankFacts`], [`RankSample`], the table's [`RankTotals`] | [`RankLoad`] | here |
-//! | [`RankLoad`] | its wire form | `proto/src/load/wire.rs`, for `control_port` |
-//! | the wire form | [`RankLoad`], which the router keeps | `proto/src/load/wire.rs` |
+//! | [`RankLoad`] | its wire form | `proto/contract/src/load/wire.rs`, for `control_port` |
+//! | the wire form | [`RankLoad`], which the router keeps | `proto/contract/src/load/wire.rs` |
 //! | [`RankLoad`] | a row of the worker table | `router/src/fleet/worker_table.rs` |
 
 use std::{
@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights},
     staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
 };

@@ -11,12 +11,12 @@ pub(crate) mod readiness;
 
 use std::{sync::atomic::AtomicU64, time::Duration};
 
+use contract::load::{LoadReport, PageAudit, PageClasses, Session};
 use kernels::report::FaultKind;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
 };
-use proto::load::{LoadReport, PageAudit, PageClasses, Session};
 use service::{
     histogram,
     metrics::{By, to_i64},

@@ -28,7 +28,7 @@ mod waiters;
 
 use std::{sync::Arc, time::Instant};
 
-use proto::{claim::Claim, id::SessionKey};
+use contract::{claim::Claim, id::SessionKey};
 use service::{clock::now, refusal::Code, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;

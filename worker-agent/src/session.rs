@@ -16,7 +16,7 @@ mod turn;
 
 use std::time::Duration;
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Retention, VolatilePrefix},
 };

@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::count;
+use contract::count;
 use serde::Deserialize;
 use service::{private_folder, tasks::Tasks};
 use tokio::sync::mpsc;

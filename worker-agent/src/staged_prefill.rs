@@ -1,7 +1,7 @@
 //! Serves staged prefill: computes a long prompt in stages, before a router sends its turn.
 //!
 //! Short prompts run between the stages, so they don't wait for the whole long prompt.
-//! [`proto::staged_prefill`] has the protocol.
+//! [`contract::staged_prefill`] has the protocol.
 //!
 //! A stage sends a beginning of the prompt to the engine as a turn without a session. The engine
 //! generates one token, and keeps the prompt's KV in its radix tree. `data_port` admits, counts and
@@ -19,13 +19,13 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
-use http::{HeaderMap, HeaderValue, StatusCode};
-use http_body_util::{BodyExt, Limited};
-use proto::{
+use contract::{
     claim,
     load::Description,
     staged_prefill::{PATH, UNCACHED_TOKENS, cache_salt, decode},
 };
+use http::{HeaderMap, HeaderValue, StatusCode};
+use http_body_util::{BodyExt, Limited};
 use serde::Deserialize;
 use service::{
     budget::HeldBody,

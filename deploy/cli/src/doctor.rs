@@ -5,7 +5,7 @@
 pub mod checks;
 pub mod facts;
 
-use proto::{api::Worker, load::Device};
+use contract::{api::Worker, load::Device};
 use serde::Serialize;
 
 use self::facts::{Asked, Facts};

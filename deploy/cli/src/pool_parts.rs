@@ -1,6 +1,6 @@
 //! A worker's KV pool by who holds it. Pure.
 
-use proto::{api::Worker, load::Figure};
+use contract::{api::Worker, load::Figure};
 
 /// A KV pool by who holds it, in tokens. The parts add up to the whole.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -48,8 +48,8 @@ impl PoolParts {
 
 #[cfg(test)]
 mod tests {
+    use contract::load::{EngineFacts, PageAudit, PageClasses, RankLoad};
     use proptest::prelude::*;
-    use proto::load::{EngineFacts, PageAudit, PageClasses, RankLoad};
 
     use super::*;
 

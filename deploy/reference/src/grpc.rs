@@ -21,12 +21,12 @@ const ENUMS: i32 = 5;
 const SERVICES: i32 = 6;
 
 pub(crate) fn page() -> anyhow::Result<Page> {
-    let files = protox::compile(["agent/v1/agent.proto"], [root().join("proto/schema")])?;
+    let files = protox::compile(["agent/v1/agent.proto"], [root().join("proto/contract/schema")])?;
     let mut page = Page::new(
         "gRPC API",
         "What routers ask agents at the control port, and what agents answer. The schema is \
-         `proto/schema/agent/v1/agent.proto`. It only grows: a field is never renumbered, and what \
-         is absent is unknown, never zero. Routers and agents of neighbouring versions understand \
+         `proto/contract/schema/agent/v1/agent.proto`. It only grows: a field is never renumbered, \
+         and what is absent is unknown, never zero. Routers and agents of neighbouring versions understand \
          each other, see [compatibility](compatibility.md).",
     );
     for file in files.file.iter().filter(|file| file.package() == "berth.agent.v1") {

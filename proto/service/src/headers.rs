@@ -1,7 +1,7 @@
 //! Removes the headers that a router or an agent must not pass on from a request or an answer.
 
+use contract::claim;
 use http::{HeaderMap, HeaderName, header};
-use proto::claim;
 
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,

@@ -18,8 +18,8 @@ pub mod router;
 mod windows;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD_NO_PAD};
+use contract::{claim, proof};
 use http::{HeaderMap, HeaderValue, Method, Uri};
-use proto::{claim, proof};
 
 use crate::router_token::{Mac, TOKEN_ID_BYTES, Token};
 

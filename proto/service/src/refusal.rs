@@ -14,9 +14,9 @@ use std::time::Duration;
 pub use aborted::AbortedTurn;
 use axum::response::{IntoResponse, Response};
 pub use code::{Code, GROUPS, Group, Origin, Repeat};
+use contract::claim;
 pub use form::Api;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
-use proto::claim;
 
 /// The header by which the libraries of OpenAI and Anthropic know whether to send a refused request
 /// again. Without it, they repeat all requests with status 408, 409, 429 or 5xx.

@@ -5,8 +5,8 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use contract::abort::{AbortRequest, TurnNames, TurnPart};
 use parking_lot::Mutex;
-use proto::abort::{AbortRequest, TurnNames, TurnPart};
 use tokio_util::sync::CancellationToken;
 
 /// The running turns of a process. Clones share them.

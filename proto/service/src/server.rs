@@ -359,7 +359,7 @@ impl RequestHandler {
         let is_served = is_usual || limits.health_paths.contains(&request.uri().path());
         // Hyper sends an answer to HEAD without its body, whatever the service returns. A control
         // call acts, so it isn't made by a look at it.
-        let acts = proto::control::ControlRoute::for_path(request.uri().path()).is_some();
+        let acts = contract::control::ControlRoute::for_path(request.uri().path()).is_some();
         if request.method() == Method::HEAD && !acts {
             *request.method_mut() = Method::GET;
         }

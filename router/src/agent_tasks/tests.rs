@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Retention, Session, SessionState},
 };

@@ -2,8 +2,8 @@
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
+use contract::placement_claim::{ClaimRequest, PlacementClaim};
 use parking_lot::Mutex;
-use proto::placement_claim::{ClaimRequest, PlacementClaim};
 use tokio::time::timeout;
 
 use super::store::Error;

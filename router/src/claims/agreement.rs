@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     id::WorkerId,
     placement_claim::{ClaimKey, ClaimRequest, PlacementClaim},
 };

@@ -5,7 +5,7 @@
 //! the agents. The heaviest is the session's *arbiter*. If an agent leaves, only its own sessions
 //! get another one: the next heaviest.
 
-use proto::placement_claim::ClaimKey;
+use contract::placement_claim::ClaimKey;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::fleet::{membership::Phase, snapshot::Snapshot};
@@ -37,7 +37,7 @@ fn weight(key: ClaimKey, agent_id: &str) -> u64 {
 mod tests {
     use std::collections::HashMap;
 
-    use proto::id::SessionKey;
+    use contract::id::SessionKey;
 
     use super::*;
     use crate::fleet::{

@@ -6,11 +6,11 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use hyper_util::client::legacy::connect::HttpConnector;
-use proto::{
+use contract::{
     id::WorkerId,
     placement_claim::{ClaimRequest, PlacementClaim},
 };
+use hyper_util::client::legacy::connect::HttpConnector;
 use service::{
     log::describe_error,
     tasks::Tasks,

@@ -6,8 +6,8 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
+use contract::placement_claim::{ClaimKey, ClaimRequest, PlacementClaim};
 use parking_lot::Mutex;
-use proto::placement_claim::{ClaimKey, ClaimRequest, PlacementClaim};
 use service::clock::now;
 use tonic::async_trait;
 use tracing::{debug, info, warn};

@@ -5,9 +5,9 @@
 
 use std::{sync::Arc, time::Duration};
 
+use contract::placement_claim::{ClaimRequest, PlacementClaim};
 use http::Uri;
 use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
-use proto::placement_claim::{ClaimRequest, PlacementClaim};
 use redis::{
     AsyncConnectionConfig, RedisConnectionInfo, RedisError, Script, aio::MultiplexedConnection,
 };

@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     id::WorkerId,
     placement_claim::{self, ClaimKey, ClaimRequest, ClaimTable, PlacementClaim},
 };
+use parking_lot::Mutex;
 use service::clock::now;
 use tonic::async_trait;
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use proto::placement_claim::{ClaimRequest, PlacementClaim};
+use contract::placement_claim::{ClaimRequest, PlacementClaim};
 use tokio::sync::Semaphore;
 use tonic::async_trait;
 

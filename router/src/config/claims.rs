@@ -8,8 +8,8 @@ use std::{
     time::Duration,
 };
 
+use contract::placement_claim::TTL_MAX;
 use http::Uri;
-use proto::placement_claim::TTL_MAX;
 use service::tls::client::ClientFiles;
 
 use super::access::path_if_set;

@@ -6,11 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use contract::load::{Description, EngineRole, LoadReport, RankLoad};
 use http::{
     Uri,
     uri::{PathAndQuery, Scheme},
 };
-use proto::load::{Description, EngineRole, LoadReport, RankLoad};
 
 use super::{
     lease::{InFlight, InFlightCounts},

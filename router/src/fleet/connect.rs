@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{LoadEvent, WatchLoadRequest, load_event::Event};
+use contract::v1::{LoadEvent, WatchLoadRequest, load_event::Event};
 use service::{backoff::Backoff, log::describe_error};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -156,7 +156,7 @@ fn says_another_id(event: &LoadEvent, proven_id: Option<&str>) -> Option<String>
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::Description;
+    use contract::v1::Description;
 
     use super::*;
 

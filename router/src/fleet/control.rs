@@ -5,7 +5,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use arc_swap::ArcSwap;
-use proto::{
+use contract::{
     id::SessionKey,
     load::{ModelFiles, Retention, Session},
     model_files::{self, FilesHasher},

@@ -14,7 +14,7 @@ use std::{
     time::Instant,
 };
 
-use proto::block::BlockHash;
+use blocks::block::BlockHash;
 
 use super::{
     reuse_forecast::{self, IDLE_CLASSES, IdleClass, ReturnEstimator, ReuseDemand},

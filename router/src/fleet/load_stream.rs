@@ -6,7 +6,7 @@
 //! epoch of one agent process. After an event that breaks these rules, the caller needs a new
 //! stream.
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{self, Description, LoadReport, Session},
     v1,
@@ -148,7 +148,7 @@ fn read_session(wire: v1::Session, rank_count: usize) -> Result<Session, Error> 
 
 #[cfg(test)]
 mod tests {
-    use proto::load::Description;
+    use contract::load::Description;
     use v1::load_event::Event;
 
     use super::*;

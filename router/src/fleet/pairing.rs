@@ -5,7 +5,7 @@
 
 use std::num::NonZeroU64;
 
-use proto::load::{EngineFacts, EngineRole};
+use contract::load::{EngineFacts, EngineRole};
 use xxhash_rust::xxh3::Xxh3;
 
 /// The rest of a class is the hash.
@@ -52,7 +52,7 @@ impl PairClass {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::KvTransfer;
+    use contract::load::KvTransfer;
 
     use super::*;
     use crate::fleet::testing::{description, disaggregated};

@@ -13,7 +13,7 @@ use std::{
     sync::Arc,
 };
 
-use proto::load::Figure;
+use contract::load::Figure;
 
 use super::agent::Agent;
 
@@ -114,7 +114,7 @@ fn weigh(own: NonZeroU64, typical: NonZeroU64, age_ms: u32) -> NonZeroU64 {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::Source;
+    use contract::load::Source;
 
     use super::*;
     use crate::fleet::{

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     id::{Digest, SessionKey},
     load::{Session, SessionState},
 };
@@ -302,7 +302,7 @@ pub(super) fn idle_class_of(idle_time: Duration) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::{Figure, Retention, Source};
+    use contract::load::{Figure, Retention, Source};
 
     use super::*;
     use crate::fleet::testing::start;

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Retention, Session, SessionState},
 };
@@ -245,8 +245,8 @@ fn place_of(key: &SessionKey) -> (usize, usize) {
 
 #[cfg(test)]
 mod tests {
+    use contract::load::{Retention, SessionState};
     use proptest::prelude::*;
-    use proto::load::{Retention, SessionState};
 
     use super::*;
     use crate::fleet::testing::start;

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     id::WorkerId,
     load::{EngineFacts, EngineRole},
 };

@@ -11,11 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Description, LoadReport, Session},
 };
+use parking_lot::Mutex;
 
 use super::{
     agent::{Agent, DataPortFailure, Facts, Link},
@@ -391,7 +391,7 @@ fn data_authority(control: &str, description: &Description) -> Arc<str> {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::{Retention, SessionState};
+    use contract::load::{Retention, SessionState};
 
     use super::*;
     use crate::fleet::{

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use proto::load::{
+use contract::load::{
     Description, EngineFacts, Figure, KvTransfer, LoadReport, Rank, RankLoad, Retention, Source,
     Weights,
 };

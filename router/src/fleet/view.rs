@@ -6,8 +6,8 @@
 use std::{sync::Arc, time::Instant};
 
 use arc_swap::ArcSwap;
+use contract::load::Description;
 use parking_lot::Mutex;
-use proto::load::Description;
 use service::{clock::now, supervisor::Watchdog, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};

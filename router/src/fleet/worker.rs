@@ -8,6 +8,7 @@ use crate::config::AGENTS_MAX;
 const RANKS_INDEXED_MAX: usize = 16;
 /// The workers' numbers in the overlap index are below it.
 pub const WORKER_NUMBERS_MAX: usize = AGENTS_MAX * RANKS_INDEXED_MAX;
+const _: () = assert!(WORKER_NUMBERS_MAX == blocks::index::WORKERS_MAX);
 
 /// Is the same in every snapshot, even if the agent changes its name. Another agent gets the slot
 /// only after the last reference to this one is gone; see [`super::membership`].

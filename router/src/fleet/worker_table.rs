@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::{EngineRole, Figure, RankLoad, Retention, StagedPrefill};
+use contract::load::{EngineRole, Figure, RankLoad, Retention, StagedPrefill};
 
 use super::{
     agent::Agent,
@@ -428,7 +428,7 @@ fn retention_bit(retention: Retention) -> u8 {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::Session;
+    use contract::load::Session;
 
     use super::*;
     use crate::fleet::{

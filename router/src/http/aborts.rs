@@ -6,8 +6,8 @@ use axum::{
     extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
+use contract::abort::{AbortRequest, NAME_BYTES_MAX};
 use http::StatusCode;
-use proto::abort::{AbortRequest, NAME_BYTES_MAX};
 use serde::Deserialize;
 use service::refusal::{Code, Refusal};
 

@@ -10,7 +10,7 @@ use axum::{
     extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
-use proto::api::{self, AnnouncementHeld};
+use contract::api::{self, AnnouncementHeld};
 use service::{
     clock::whole_millis,
     proof,

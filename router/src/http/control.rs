@@ -10,7 +10,7 @@ use axum::{
     response::Response,
     routing::{MethodFilter, MethodRouter, on},
 };
-use proto::control::{CONTROL_ROUTES, ControlRoute};
+use contract::control::{CONTROL_ROUTES, ControlRoute};
 use service::refusal::{Code, Refusal};
 
 use super::{SharedState, respond};

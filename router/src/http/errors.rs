@@ -3,7 +3,7 @@
 //! Each message is short and says what to do next; details go to the log, which `http` writes.
 
 use axum::extract::rejection::{PathRejection, QueryRejection};
-use proto::{body, claim};
+use contract::{body, claim};
 use service::{
     auth::unauthorized_refusal,
     refusal::{Code, Refusal},

@@ -16,12 +16,12 @@ use axum::{
     extract::{Query, State},
     response::{IntoResponse as _, Response},
 };
-use http::{StatusCode, Uri};
-use proto::{
+use contract::{
     api::{FleetSession, FleetSessions},
     id::{Digest, SessionKey},
     load::Session,
 };
+use http::{StatusCode, Uri};
 use serde::Deserialize;
 use service::{
     clock::{now, whole_millis},
@@ -203,7 +203,7 @@ async fn find_key(shared: &Arc<Shared>, digest: String) -> Option<SessionKey> {
 mod tests {
     use std::time::Duration;
 
-    use proto::load::{Retention, SessionState};
+    use contract::load::{Retention, SessionState};
 
     use super::*;
 

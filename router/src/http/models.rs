@@ -11,7 +11,7 @@ use axum::{
     extract::{Extension, Request, State},
     response::{IntoResponse as _, Response},
 };
-use proto::{
+use contract::{
     load::EngineFacts,
     route::{Kind, Route},
 };

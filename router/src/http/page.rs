@@ -5,8 +5,8 @@
 //! kept, so that a reader misses nothing that this process still has.
 
 use axum::extract::Query;
+use contract::api::Cursor;
 use http::Uri;
-use proto::api::Cursor;
 use serde::Deserialize;
 use service::refusal::{Code, Refusal};
 

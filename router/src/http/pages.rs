@@ -11,8 +11,8 @@ use axum::{
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
+use contract::control::ControlRoute;
 use http::Method;
-use proto::control::ControlRoute;
 use service::{
     auth::{gate, origin},
     refusal::{Code, Refusal},

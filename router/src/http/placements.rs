@@ -5,8 +5,8 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
+use contract::api::{Placement, Placements, PrefillPlacement, RecentPlacement, RecentPlacements};
 use http::Uri;
-use proto::api::{Placement, Placements, PrefillPlacement, RecentPlacement, RecentPlacements};
 use serde_json::{Value, json};
 use service::clock::{now, whole_millis};
 

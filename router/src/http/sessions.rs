@@ -9,12 +9,12 @@ use axum::{
     extract::{Extension, Query, Request, State},
     response::{IntoResponse as _, Response},
 };
-use http::{StatusCode, Uri};
-use proto::{
+use contract::{
     api::{self, SessionReport},
     id::{SESSION_ID_BYTES_MAX, SessionKey},
     load::Retention,
 };
+use http::{StatusCode, Uri};
 use serde::{
     Deserialize,
     de::{self, Unexpected},

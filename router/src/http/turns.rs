@@ -7,11 +7,11 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use http::Uri;
-use proto::{
+use contract::{
     api::{Turn, Turns},
     id::SessionKey,
 };
+use http::Uri;
 use service::clock::{now, whole_millis};
 
 use super::{

@@ -9,7 +9,7 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use proto::{
+use contract::{
     api::{Kv, UnheardAgent, Worker, Workers},
     load::RankLoad,
 };

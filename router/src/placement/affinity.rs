@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{id::SessionKey, load::Session};
+use contract::{id::SessionKey, load::Session};
 use service::auth::keys::PriorityClass;
 
 pub use self::parts::{Claimed, CloseProgress, OpenAnswer};

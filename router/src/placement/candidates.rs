@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use proto::load::{EngineRole, Retention};
+use contract::load::{EngineRole, Retention};
 
 use super::{PlacementRequest, Reason, Unpaired};
 use crate::fleet::{

@@ -22,7 +22,7 @@ mod displacement;
 
 use std::time::{Duration, Instant};
 
-use proto::{
+use contract::{
     load::{EngineRole, RankLoad},
     staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
 };

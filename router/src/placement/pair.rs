@@ -7,7 +7,7 @@
 
 use std::{cmp::Reverse, time::Instant};
 
-use proto::load::EngineRole;
+use contract::load::EngineRole;
 
 use super::{
     CACHE_KEY_SLACK_MS, Figures, NoWorker, Placement, PlacementRequest, candidates,

@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use proto::id::Digest;
+use contract::id::Digest;
 
 use super::Placement;
 

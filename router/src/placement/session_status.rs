@@ -7,7 +7,7 @@
 
 use std::{cmp::Reverse, sync::Arc, time::Instant};
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Retention, Session, SessionState},
 };
@@ -289,7 +289,7 @@ fn preferred_entry<'a>(
 mod tests {
     use std::time::Duration;
 
-    use proto::load::LoadReport;
+    use contract::load::LoadReport;
 
     use super::*;
     use crate::{

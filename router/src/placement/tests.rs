@@ -11,21 +11,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    block::{BlockHash, Tier, hash_after},
+use blocks::block::{BlockHash, Tier, hash_after};
+use blocks::index::{Index, Overlap};
+use contract::{
     id::{Digest, SessionKey},
     load::{Figure, LoadReport, RankLoad, Retention, Session, SessionState, Source},
 };
 
 use super::*;
-use crate::{
-    fleet::{
-        conversations::{Begun, Conversations},
-        lease::Lease,
-        state::{State, Update},
-        testing::{description, fleet, report, start},
-    },
-    residency::index::{Index, Overlap},
+use crate::fleet::{
+    conversations::{Begun, Conversations},
+    lease::Lease,
+    state::{State, Update},
+    testing::{description, fleet, report, start},
 };
 
 const POOL_TOKENS: u64 = 1_000_000;

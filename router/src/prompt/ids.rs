@@ -1,6 +1,6 @@
 //! Hashes a JSON array of token ids into routing blocks, without making a list of the ids.
 
-use proto::block::{BlockHash, Chain};
+use blocks::block::{BlockHash, Chain};
 
 /// Four blocks of 64 tokens. They are on the stack.
 const BATCH_IDS: usize = 256;
@@ -71,8 +71,8 @@ fn skip_comma(bytes: &[u8], id_end: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
+    use blocks::block::{BlockTokens, Scheme};
     use proptest::prelude::*;
-    use proto::block::{BlockTokens, Scheme};
 
     use super::*;
 

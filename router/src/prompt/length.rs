@@ -5,7 +5,7 @@
 //! first, up to the engine's context. Prompts of the routes that the engine converts first
 //! (`/v1/messages`, `/v1/responses`), and chats that the router can't render, aren't counted.
 
-use proto::block::Scheme;
+use blocks::block::Scheme;
 
 use super::{EngineBlockFacts, Prompt, PromptForm, ids_key, model::TextPrompt};
 
@@ -74,7 +74,8 @@ fn count_ids(json: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use proto::{block::BlockTokens, body::Object};
+    use blocks::block::BlockTokens;
+    use contract::body::Object;
 
     use super::*;
 

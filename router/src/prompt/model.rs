@@ -13,7 +13,7 @@ mod tokens;
 
 use std::fmt;
 
-use proto::block::Scheme;
+use blocks::block::Scheme;
 
 #[cfg(not(feature = "text"))]
 pub use self::absent::{AbsentModel as Model, Error};

@@ -11,7 +11,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use proto::load::{Description, EngineFacts, ModelFiles};
+use contract::load::{Description, EngineFacts, ModelFiles};
 use service::{
     clock::now,
     log::describe_error,

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use proto::block::{BlockHash, Chain};
+use blocks::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_128;
 
 /// The entry itself, and its share of the map and of the queue, without its hashes.
@@ -213,8 +213,8 @@ pub(super) fn split_at_marks<'a>(text: &'a str, marks: &[String]) -> Vec<&'a str
 
 #[cfg(test)]
 mod tests {
+    use blocks::block::{BlockTokens, Scheme};
     use proptest::prelude::*;
-    use proto::block::{BlockTokens, Scheme};
 
     use super::*;
 

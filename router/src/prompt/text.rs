@@ -5,7 +5,7 @@
 //! validated the JSON, and keeps these blocks apart from blocks of real tokens, because no engine
 //! has them.
 
-use proto::block::{BlockHash, Chain};
+use blocks::block::{BlockHash, Chain};
 use xxhash_rust::xxh3::xxh3_64;
 
 const TOKEN_BYTES: usize = 4;

@@ -5,14 +5,14 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use blocks::block::BlockHash;
 use bytes::Bytes;
+use contract::load::{Description, EngineFacts};
 use parking_lot::Mutex;
-use proto::{
-    block::BlockHash,
-    load::{Description, EngineFacts},
-};
 
-use super::{PromptOverlap, index::Overlap, kv_index::KvIndex, learned::LearnedPrompts};
+use blocks::index::Overlap;
+
+use super::{PromptOverlap, kv_index::KvIndex, learned::LearnedPrompts};
 use crate::{
     fleet::{
         agent::{Agent, Facts},

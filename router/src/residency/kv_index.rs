@@ -14,19 +14,16 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use proto::{
+use blocks::{
     block::{BlockHash, Tier},
     kv::{Change, RankChange},
-    v1::WatchKvRequest,
 };
+use contract::v1::WatchKvRequest;
 use service::{backoff::Backoff, clock::now, log::describe_error};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
-use super::{
-    index::{Index, IndexStats, Overlap, SharedIndex},
-    kv_stream::{KvPhase, KvStreamChecker},
-};
+use super::kv_stream::{KvPhase, KvStreamChecker};
 use crate::{
     config::AGENTS_MAX,
     fleet::{
@@ -34,6 +31,7 @@ use crate::{
         worker::{WORKER_NUMBERS_MAX, WorkerRef},
     },
 };
+use blocks::index::{Index, IndexStats, Overlap, SharedIndex};
 
 /// Look-ups have to wait for a change, about 20 µs for this number of blocks.
 const BLOCKS_PER_CHANGE_MAX: usize = 512;
@@ -256,7 +254,7 @@ impl KvWatcher {
 
 #[cfg(test)]
 mod tests {
-    use proto::block::BlockTokens;
+    use blocks::block::BlockTokens;
 
     use super::*;
 
@@ -319,8 +317,8 @@ mod tests {
     #[test]
     fn a_long_store_is_one_chain_however_it_is_cut() {
         let kv_index = KvIndex::new(64 << 20);
-        let scheme = proto::block::Scheme::plain(BlockTokens::for_page(1).unwrap());
-        let (mut chain, mut hashes) = (proto::block::Chain::new(&scheme), vec![]);
+        let scheme = blocks::block::Scheme::plain(BlockTokens::for_page(1).unwrap());
+        let (mut chain, mut hashes) = (blocks::block::Chain::new(&scheme), vec![]);
         let tokens: Vec<u32> = (0..64 * 3 * 512 + 64).collect();
         chain.push(&tokens, &mut hashes);
         let stored = Change::Stored { tier: Tier::Device, parent: None, blocks: hashes.clone() };

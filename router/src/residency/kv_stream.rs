@@ -8,11 +8,8 @@
 
 use std::collections::HashMap;
 
-use proto::{
-    kv::{self, Change, RankChange},
-    load::RANKS_MAX,
-    v1,
-};
+use blocks::kv::{self, Change, RankChange};
+use contract::{load::RANKS_MAX, v1};
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Error {
@@ -103,7 +100,7 @@ impl KvStreamChecker {
 
 #[cfg(test)]
 mod tests {
-    use proto::block::{BlockHash, BlockTokens, Tier};
+    use blocks::block::{BlockHash, BlockTokens, Tier};
 
     use super::*;
 

@@ -10,10 +10,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use proto::block::{BlockHash, Tier};
+use blocks::block::{BlockHash, Tier};
 
-use super::index::{Index, Overlap};
 use crate::prompt::Blocks;
+use blocks::index::{Index, Overlap};
 
 #[derive(Debug)]
 pub struct LearnedPrompts {
@@ -59,7 +59,7 @@ impl LearnedPrompts {
     }
 
     /// # Panics
-    /// If `worker` is not below [`super::index::WORKERS_MAX`].
+    /// If `worker` is not below [`blocks::index::WORKERS_MAX`].
     pub fn record(&mut self, worker: usize, pool_tokens: u64, prompt: &Blocks) {
         if self.workers.len() <= worker {
             self.workers.resize_with(worker + 1, WorkerPrompts::default);
@@ -229,8 +229,8 @@ impl WorkerPrompts {
 
 #[cfg(test)]
 mod tests {
+    use blocks::block::{BlockTokens, Chain, Scheme};
     use proptest::prelude::*;
-    use proto::block::{BlockTokens, Chain, Scheme};
 
     use super::*;
 

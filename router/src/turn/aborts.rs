@@ -6,9 +6,9 @@
 use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
 
 use bytes::Bytes;
+use contract::abort::{AbortRequest, PATH};
 use http::{HeaderValue, Method, Request, header, uri::PathAndQuery};
 use http_body_util::Full;
-use proto::abort::{AbortRequest, PATH};
 use service::clock::now;
 use tracing::warn;
 

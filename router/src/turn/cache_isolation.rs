@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 
-use proto::{
+use contract::{
     body::{self, Object},
     route::Kind,
 };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{request::Turn, sessions::SessionService, shared::Shared};
 use crate::fleet::worker::WorkerRef;

@@ -8,9 +8,9 @@
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use bytes::Bytes;
+use contract::control::ADMIN;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header};
 use http_body_util::{BodyExt as _, Full, Limited};
-use proto::control::ADMIN;
 use serde_json::value::RawValue;
 use service::clock::now;
 use tokio::{sync::Semaphore, task::JoinSet};

@@ -8,7 +8,7 @@ mod open;
 
 use std::time::Instant;
 
-use proto::{
+use contract::{
     id::{Digest, SessionKey},
     load::Retention,
 };
@@ -435,7 +435,7 @@ pub(super) fn is_busy(status: &SessionStatus, view: &Snapshot) -> bool {
 mod tests {
     use std::{sync::Arc, time::Duration};
 
-    use proto::load::{Session, SessionState};
+    use contract::load::{Session, SessionState};
 
     use super::*;
     use crate::{

@@ -9,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use contract::id::SessionKey;
 use parking_lot::Mutex;
-use proto::id::SessionKey;
 use service::clock::now;
 
 use crate::{

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{id::SessionKey, load::Retention, route::Kind};
+use contract::{id::SessionKey, load::Retention, route::Kind};
 
 use super::usage::TurnUsage;
 use crate::{metrics::TurnOutcome, placement::Reason};

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use proto::load::Retention;
+use contract::load::Retention;
 
 use super::{
     check_key_sessions, decide,

@@ -8,8 +8,8 @@
 //! - `cache_control` with a `ttl`: of the Anthropic API, on blocks or at the top, and in `nvext`.
 //! - `prompt_cache_retention` (of the OpenAI API).
 
+use contract::body::Object;
 use memchr::memmem;
-use proto::body::Object;
 use serde::Deserialize;
 use serde_json::Value;
 

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use service::clock::now;
 use tokio_util::sync::CancellationToken;
 
@@ -97,7 +97,7 @@ mod tests {
         state::Update,
         testing::{fleet, start},
     };
-    use proto::load::{Retention, Session, SessionState};
+    use contract::load::{Retention, Session, SessionState};
 
     fn session(began_unix_ms: u64, turns_running: u32) -> Session {
         Session {

@@ -4,7 +4,7 @@
 //! adapter of the real name. The engine takes any name and answers with it. So the name in the body
 //! stays, unless the engine would read an adapter from it, or lack one. Pure.
 
-use proto::{
+use contract::{
     body::{self, Object},
     load::EngineFacts,
 };

@@ -13,15 +13,15 @@
 use std::{pin::Pin, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
-use http::{Response, response::Parts};
-use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
-use proto::{
+use contract::{
     body::Object,
     bootstrap::{Bootstrap, Half},
     claim,
     route::Kind,
 };
+use http::{Response, response::Parts};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
 use service::{clock::now, traces::record::SpanKind};
 use tracing::debug;
 

@@ -19,8 +19,8 @@ use std::{
 };
 
 use bytes::Bytes;
+use contract::{claim::Claim, id::SessionKey};
 use parking_lot::Mutex;
-use proto::{claim::Claim, id::SessionKey};
 use service::clock::now;
 use tracing::debug;
 

@@ -19,7 +19,7 @@ mod tests;
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
-use proto::{
+use contract::{
     body::{Object, first_element},
     route::Kind,
 };

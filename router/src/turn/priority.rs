@@ -7,7 +7,7 @@
 //! counts.
 
 use bytes::Bytes;
-use proto::body::{self, Object};
+use contract::body::{self, Object};
 use service::auth::keys::{KeyPriority, PriorityClass};
 
 const KEY: &str = "priority";

@@ -13,6 +13,12 @@ use std::{
 };
 
 use bytes::Bytes;
+use contract::{
+    bootstrap::{BOOTSTRAP, Bootstrap},
+    claim::{self, Claim},
+    hints::{HINTS, TurnHints},
+    route::Kind,
+};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, header,
     uri::{PathAndQuery, Scheme},
@@ -20,12 +26,6 @@ use http::{
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use proto::{
-    bootstrap::{BOOTSTRAP, Bootstrap},
-    claim::{self, Claim},
-    hints::{HINTS, TurnHints},
-    route::Kind,
-};
 use service::{
     auth::credential, clock::now, headers::strip_answer, proof::connection::is_busy,
     tls::client::is_certificate_refused, traces::record::SpanKind,

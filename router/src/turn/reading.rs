@@ -6,14 +6,14 @@
 
 use std::sync::Arc;
 
-use http::{HeaderMap, Method, request::Parts};
-use proto::{
+use contract::{
     abort::TurnNames,
     answers::{count_sequences, has_single_answer, runs_in_background},
     body::Object,
     hints::TurnHints,
     route::Kind,
 };
+use http::{HeaderMap, Method, request::Parts};
 use service::{auth::keys::PriorityClass, places::INLINE_BYTES_MAX};
 use tracing::info;
 

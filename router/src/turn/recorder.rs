@@ -8,9 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use contract::{load::Retention, route::Kind};
 use http::Extensions;
 use parking_lot::Mutex;
-use proto::{load::Retention, route::Kind};
 use service::{
     clock::now,
     traces::{

@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use service::clock::now;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;

@@ -9,14 +9,14 @@
 //!
 //! Equal ids of two principals are two sessions. Pure: `decide` checks which sessions exist.
 
-use http::{HeaderMap, HeaderName};
-use proto::{
+use contract::{
     abort::TurnNames,
     body::{self, Object},
     hints::TurnHints,
     id::{self, SessionKey},
     load::{Retention, WEIGHTS, WantedWeights},
 };
+use http::{HeaderMap, HeaderName};
 use serde_json::{Value, value::RawValue};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -239,7 +239,7 @@ pub fn read_object(
         weights: header_weights(headers)?,
         prompt: Prompt::find(object),
         body_bytes: object.bytes().len() as u64,
-        wants_stream: proto::flags::read_flag(object.get("stream")).unwrap_or(false),
+        wants_stream: contract::flags::read_flag(object.get("stream")).unwrap_or(false),
         ..Turn::default()
     })
 }

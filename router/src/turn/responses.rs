@@ -1,15 +1,15 @@
 //! Finds the worker that keeps a stored response of the Responses API, by the response's id.
 //!
 //! An engine with `--enable-response-store` keeps a response in its own memory. The agent has given
-//! the response an id that names the agent and the owner (see [`proto::turn_rid`]). So every router
-//! finds it, after a restart too, and another client's id is as good as an unknown one.
+//! the response an id that names the agent and the owner (see [`contract::turn_rid`]). So every
+//! router finds it, after a restart too, and another client's id is as good as an unknown one.
 
 use std::sync::Arc;
 
 use axum::response::Response;
+use contract::{body::Object, route::Kind, turn_rid::TurnRid};
 use http::{HeaderMap, Method, Request, uri::PathAndQuery};
 use http_body_util::Full;
-use proto::{body::Object, route::Kind, turn_rid::TurnRid};
 use service::{
     auth::credential,
     clock::now,

@@ -9,8 +9,8 @@
 //! `x-session-token` isn't one of them: llm-d writes a pod's name into it, which all conversations
 //! of that pod share, and elsewhere it is a login's secret.
 
+use contract::{body::Object, id::SessionKey};
 use http::{HeaderMap, HeaderName};
-use proto::{body::Object, id::SessionKey};
 
 #[derive(Debug)]
 pub struct Name {

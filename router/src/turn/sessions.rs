@@ -8,7 +8,7 @@ mod demotion;
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use proto::{id::SessionKey, load::Session};
+use contract::{id::SessionKey, load::Session};
 use service::{clock::now, tasks::Tasks};
 use tokio::sync::{Semaphore, oneshot};
 use tonic::{Code, Status};

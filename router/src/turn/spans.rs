@@ -3,8 +3,8 @@
 //! No attribute has a part of a prompt or an answer, a client's id or a key: a session appears as
 //! its digest.
 
+use contract::route::Route;
 use http::{Response, request::Parts};
-use proto::route::Route;
 use service::{
     clock::whole_millis,
     traces::{
@@ -42,7 +42,7 @@ pub(crate) fn refuse(trace: &Trace, code: &'static str, status: u16) {
 
 pub(super) fn end(trace: &Trace, record: &TurnRecord) {
     trace.change(|span| {
-        let digest = |key: &proto::id::SessionKey| key.digest().to_string();
+        let digest = |key: &contract::id::SessionKey| key.digest().to_string();
         span.set("berth.turn", format!("{:016x}", record.turn));
         span.set_known("berth.session", record.session.as_ref().map(digest));
         span.set_known("berth.parent_session", record.parent.as_ref().map(digest));

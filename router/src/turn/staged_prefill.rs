@@ -11,8 +11,8 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use contract::staged_prefill;
 use http::{HeaderMap, uri::PathAndQuery};
-use proto::staged_prefill;
 use service::{
     clock::{now, whole_millis},
     log::describe_error,

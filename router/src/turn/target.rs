@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use proto::bootstrap::{Bootstrap, Half};
+use contract::bootstrap::{Bootstrap, Half};
 use service::auth::gate;
 
 use crate::{

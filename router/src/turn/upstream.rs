@@ -9,6 +9,7 @@ use std::{
 
 use arc_swap::ArcSwapOption;
 use bytes::Bytes;
+use contract::{claim, proof};
 use http::{Request, Response, StatusCode, Uri, uri::PathAndQuery};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -16,7 +17,6 @@ use hyper_util::{
     client::legacy::{Client, Error, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
-use proto::{claim, proof};
 use service::{
     clock::now,
     descriptors,

@@ -6,8 +6,8 @@
 
 use std::sync::LazyLock;
 
+use contract::count::COUNT_MAX;
 use memchr::memmem::Finder;
-use proto::count::COUNT_MAX;
 
 use super::events::EventReader;
 use crate::shares::TokenShare;

@@ -20,10 +20,10 @@ use axum::{
     routing::{any, any_service, get, post},
 };
 use bytes::Bytes;
+use contract::flags::read_flag;
 use http_body_util::BodyExt as _;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
-use proto::flags::read_flag;
 use serde_json::{Value, json};
 use std::{
     collections::VecDeque,

@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, ensure};
+use blocks::block::{BlockTokens, Chain, Scheme};
 use engine_sim::kv::KvEventsConfig;
 use harness::{
     cluster::{Cluster, ids_turn},
     fleet::{FleetPlan, Place, Processes, credential},
     web::Answer,
 };
-use proto::block::{BlockTokens, Chain, Scheme};
 use serde_json::{Value, json};
 
 use super::{Engines, nothing_held, start, start_plain, start_unready, turn, workers};

@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 
+use contract::{body::Object, load::EngineFacts};
 use libfuzzer_sys::fuzz_target;
-use proto::{body::Object, load::EngineFacts};
 use router::{
     fleet::tokenizer_files::TokenizerFiles,
     prompt::{EngineBlockFacts, Prompt, PromptForm, model::Model},

@@ -2,12 +2,12 @@
 #![no_main]
 
 use bytes::Bytes;
-use libfuzzer_sys::fuzz_target;
-use proto::{
+use contract::{
     body::{OWNED_KEYS, Object},
     load::Retention,
     route::ROUTES,
 };
+use libfuzzer_sys::fuzz_target;
 use worker_agent::{
     data_port::request::{BodyContext, parse},
     session::{Turn, TurnSession},
@@ -39,7 +39,7 @@ fuzz_target!(|input: &[u8]| {
         return;
     }
     let session = in_session.then(|| TurnSession {
-        key: proto::id::SessionKey::new("p", "s").expect("short names"),
+        key: contract::id::SessionKey::new("p", "s").expect("short names"),
         incarnation: "berth-1".into(),
         retention,
         trim: None,

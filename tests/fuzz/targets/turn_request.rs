@@ -3,9 +3,9 @@
 //! The input is lines of headers, `name: value`, then an empty line and the body.
 #![no_main]
 
+use contract::claim::{self, Claim};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use libfuzzer_sys::fuzz_target;
-use proto::claim::{self, Claim};
 use router::turn::{request, session_names::SessionHeaders};
 use service::headers::strip_request;
 

@@ -4,8 +4,8 @@
 
 use std::path::PathBuf;
 
+use contract::v1::worker_agent_client::WorkerAgentClient;
 use hyper_util::client::legacy::connect::HttpConnector;
-use proto::v1::worker_agent_client::WorkerAgentClient;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, date_time_ymd,
 };

@@ -6,10 +6,10 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use axum::body::Body;
+use contract::v1::worker_agent_client::WorkerAgentClient;
 use http::{Method, Response, StatusCode};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use proto::v1::worker_agent_client::WorkerAgentClient;
 use serde_json::{Value, json};
 use service::tasks::Tasks;
 use tokio::{sync::oneshot, task::JoinHandle};

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use proto::load::StagedPrefill;
+use contract::load::StagedPrefill;
 
 use super::{corpus::Chain, engine::PrefillCounters};
 

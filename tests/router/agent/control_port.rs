@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{ModelFiles, Retention, SessionState},
     model_files,

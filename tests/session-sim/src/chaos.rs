@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{
     calls::CallAnswer,

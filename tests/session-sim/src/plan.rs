@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use contract::load::Retention;
 use fastrand::Rng;
-use proto::load::Retention;
 use worker_agent::{
     guard::Guards,
     session::{ANSWER_TOKENS_MIN, EngineCapacity, RankCapacity, ShareSettings, TableSettings},

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use proto::{claim::Claim, id::SessionKey, load::Retention};
+use contract::{claim::Claim, id::SessionKey, load::Retention};
 use worker_agent::session::{self, Need, Outcome, RouteTurns};
 
 use super::{

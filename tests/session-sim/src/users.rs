@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
+use contract::{claim::Claim, id::SessionKey, load::Retention};
 use fastrand::Rng;
-use proto::{claim::Claim, id::SessionKey, load::Retention};
 use worker_agent::session::Error;
 
 use super::{

@@ -48,7 +48,7 @@ FACTORS = _factors()
 
 
 def blocks_of(tokens: list[int]) -> list[str]:
-    """Returns a prompt's routing blocks, computed independently of proto/src/block.rs."""
+    """Returns a prompt's routing blocks, computed independently of proto/blocks/src/block.rs."""
     last = xxhash.xxh3_64_intdigest(bytes([1]) + BLOCK.to_bytes(4, "little") + bytes(3)) | 7
     blocks = []
     for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):

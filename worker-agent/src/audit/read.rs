@@ -4,8 +4,8 @@
 
 use std::time::Instant;
 
+use contract::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 use kernels::report::{self, Report};
-use proto::load::{NamedFinding, PageAudit, PageClasses, PageFinding};
 
 use super::Audit;
 use crate::shim::AuditReply;

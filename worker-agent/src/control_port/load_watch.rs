@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use proto::v1::{self, load_event::Event};
+use contract::v1::{self, load_event::Event};
 use service::clock::now;
 use tokio::{
     sync::{OwnedSemaphorePermit, broadcast::error::RecvError, mpsc, watch},

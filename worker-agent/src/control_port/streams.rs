@@ -9,8 +9,8 @@ use std::{
     task::{Context, Poll},
 };
 
+use contract::placement_claim::{self, PlacementClaim};
 use prometheus_client::metrics::counter::Counter;
-use proto::placement_claim::{self, PlacementClaim};
 use service::metrics::By;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::Stream;

@@ -13,13 +13,13 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::post,
 };
-use http::{HeaderMap, StatusCode};
-use http_body_util::{BodyExt as _, Limited};
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     abort::{AbortRequest, PATH, TurnNames, TurnPart},
     route::Kind,
 };
+use http::{HeaderMap, StatusCode};
+use http_body_util::{BodyExt as _, Limited};
+use parking_lot::Mutex;
 use service::{
     refusal::{AbortedTurn, Code, Refusal},
     running_turns::{RunningTurn, RunningTurns},

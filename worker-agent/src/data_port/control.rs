@@ -1,13 +1,13 @@
 //! Serves the engine's control routes on the data port, for routers whose caller is an admin.
 //!
 //! A trainer pauses the engine, replaces its weights or flushes its cache with these routes
-//! ([`CONTROL_ROUTES`](proto::control::CONTROL_ROUTES)). The owner task hears of each call before
-//! the engine does, and of the engine's answer. The client gets that answer unchanged.
+//! ([`CONTROL_ROUTES`](contract::control::CONTROL_ROUTES)). The owner task hears of each call
+//! before the engine does, and of the engine's answer. The client gets that answer unchanged.
 
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
+use contract::control::{ADMIN, ControlRoute, Effect};
 use http::{HeaderValue, Uri, header, request::Parts};
-use proto::control::{ADMIN, ControlRoute, Effect};
 use service::{
     auth::admin_only_refusal,
     refusal::{Code, Refusal},

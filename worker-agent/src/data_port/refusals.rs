@@ -102,13 +102,13 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use bytes::Bytes;
+    use contract::load::Retention;
     use http::Uri;
     use http_body_util::Full;
     use hyper_util::{
         client::legacy::{Client, connect::HttpConnector},
         rt::TokioExecutor,
     };
-    use proto::load::Retention;
     use session::Error as E;
 
     use super::*;

@@ -12,7 +12,7 @@ mod prompt_start;
 use std::{fmt, sync::Arc};
 
 use bytes::Bytes;
-use proto::{
+use contract::{
     abort::TurnNames,
     answers::{count_sequences, first_byte_inside, has_single_answer},
     body::{self, OWNED_KEYS, Object, Part},
@@ -449,7 +449,7 @@ mod tests {
 
     fn turn(retention: Option<Retention>) -> Turn {
         let session = retention.map(|retention| TurnSession {
-            key: proto::id::SessionKey::new("p", "s").unwrap(),
+            key: contract::id::SessionKey::new("p", "s").unwrap(),
             incarnation: "berth-a-1-1".into(),
             retention,
             trim: None,

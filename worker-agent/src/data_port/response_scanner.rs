@@ -9,8 +9,8 @@
 
 mod strings;
 
+use contract::count::COUNT_MAX;
 use memchr::memchr;
-use proto::count::COUNT_MAX;
 
 use self::strings::{StringStart, scan_string};
 use crate::session::{Outcome, Usage};

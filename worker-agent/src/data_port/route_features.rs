@@ -2,7 +2,7 @@
 //!
 //! The answers are fixed facts about SGLang's routes.
 
-use proto::route::Kind;
+use contract::route::Kind;
 
 use crate::session::RouteTurns;
 
@@ -20,7 +20,7 @@ pub fn route_turns(kind: Kind) -> RouteTurns {
 
 #[cfg(test)]
 mod tests {
-    use proto::route::ROUTES;
+    use contract::route::ROUTES;
 
     use super::*;
     use crate::session::RunMode;

@@ -11,11 +11,11 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use http::{HeaderMap, Method, StatusCode, Uri};
-use proto::{
+use contract::{
     proof,
     v1::{ProveRequest, ProveResponse},
 };
+use http::{HeaderMap, Method, StatusCode, Uri};
 use service::{
     auth::origin,
     proof::{Error, agent::AgentProofs},

@@ -9,11 +9,11 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{MethodFilter, get, on, post},
 };
-use http::StatusCode;
-use proto::{
+use contract::{
     control::CONTROL_ROUTES,
     route::{Kind, ROUTES, Route},
 };
+use http::StatusCode;
 use service::refusal::{Code, Refusal};
 use tracing::debug;
 

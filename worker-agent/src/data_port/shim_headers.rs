@@ -3,8 +3,8 @@
 //! Headers are the only thing that all of the engine's routes pass on. The shim reads them when the
 //! request arrives, and trims after the engine has tokenized the prompt.
 
+use contract::route::Kind;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use proto::route::Kind;
 
 use crate::session::Turn;
 

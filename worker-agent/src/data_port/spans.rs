@@ -3,8 +3,8 @@
 //! A stage of staged prefill is a turn whose first span is named `stage`. No attribute has a part
 //! of a prompt or an answer, a client's id or a key.
 
+use contract::claim;
 use http::HeaderMap;
-use proto::claim;
 use service::{
     refusal::Refusal,
     traces::{

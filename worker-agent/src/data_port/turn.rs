@@ -7,8 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
-use proto::{
+use contract::{
     abort::REQUEST_ID,
     bootstrap::Bootstrap,
     claim::{self, Claim},
@@ -17,6 +16,7 @@ use proto::{
     route::{GENERATE, Kind, Route},
     turn_rid::RESPONSE_PREFIX,
 };
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use service::{
     auth::credential,
     budget::{BodyBudget, HeldBody},

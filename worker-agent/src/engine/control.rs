@@ -4,8 +4,8 @@
 //! as a change: a needless one costs computation, a missed one wrong answers. Pure.
 
 use bytes::Bytes;
+use contract::control::Effect;
 use http::{HeaderValue, StatusCode};
-use proto::control::Effect;
 use serde::Deserialize;
 
 #[derive(Debug, Clone)]

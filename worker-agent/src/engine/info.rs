@@ -1,6 +1,6 @@
 //! Reads the engine's description from its `/server_info`. Pure.
 
-use proto::{
+use contract::{
     count::COUNT_MAX,
     load::{EngineFacts, KvTransfer, ModelFiles},
 };
@@ -88,7 +88,7 @@ pub(super) fn parse_info(value: &Value) -> Result<EngineInfo, String> {
             // The engine reports no process id. These two values differ between processes: the seed
             // is random at each launch unless the operator sets it, and the startup times are
             // measured.
-            instance: proto::id::short_sha256(
+            instance: contract::id::short_sha256(
                 format!("{seed} {startup_times}{role_in_id}").as_bytes(),
             ),
             disaggregation: role.to_owned(),
@@ -199,7 +199,7 @@ fn pool_bytes(rank_state: &Value) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use proto::load::EngineRole;
+    use contract::load::EngineRole;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, time::Instant};
 
-use proto::count;
+use contract::count;
 use serde::Deserialize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
@@ -57,7 +57,7 @@ pub struct LoadSample {
 
 #[cfg(test)]
 mod tests {
-    use proto::count::COUNT_MAX;
+    use contract::count::COUNT_MAX;
 
     use super::*;
 

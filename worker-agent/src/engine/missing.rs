@@ -2,7 +2,7 @@
 //!
 //! The owner task logs them once for each engine process.
 
-use proto::load::Retention;
+use contract::load::Retention;
 use serde_json::Value;
 
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::{
+use contract::{
     load::ModelFiles,
     model_files::{
         BYTES_MAX, CHAT_TEMPLATE, FilesHasher, PART_BYTES_MAX, TOKENIZER, TOKENIZER_CONFIG,

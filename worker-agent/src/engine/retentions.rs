@@ -4,7 +4,7 @@
 //! the engine, or sessions hold what nobody counts. A retention to which none of the `RULES`
 //! applies is offered.
 
-use proto::load::{EngineRole, KvTransfer, Retention, RetentionOff};
+use contract::load::{EngineRole, KvTransfer, Retention, RetentionOff};
 use serde_json::Value;
 
 use super::EngineInfo;
@@ -270,7 +270,7 @@ fn missing(retention: Retention) -> String {
 #[cfg(test)]
 impl EngineInfo {
     pub(crate) fn example(instance: &str) -> Self {
-        let facts = proto::load::EngineFacts {
+        let facts = contract::load::EngineFacts {
             version: "0.5.23".into(),
             models: vec!["m".into()],
             page_tokens: 16,

@@ -1,6 +1,6 @@
 //! Converts a rank's KV pool figures from tokens to bytes, for each device's load report. Pure.
 
-use proto::load::{Device, Figure, RankLoad, Source};
+use contract::load::{Device, Figure, RankLoad, Source};
 
 /// With tensor parallelism, each device holds an equal share of the KV of each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,13 +12,13 @@ mod table;
 
 use std::{fmt, sync::Arc, time::Instant};
 
+use contract::load::{Device, LoadReport};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, NoLabelSet},
     metrics::MetricType,
     registry::Unit,
 };
-use proto::load::{Device, LoadReport};
 use service::metrics::Registrar;
 use tokio::sync::watch;
 

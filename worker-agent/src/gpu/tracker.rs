@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::{Device, Figure, Source};
+use contract::load::{Device, Figure, Source};
 
 use super::{
     health::BoardHealth,

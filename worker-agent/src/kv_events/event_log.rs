@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
+use blocks::kv::Change;
 use parking_lot::Mutex;
-use proto::kv::Change;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::bounded_log::{BoundedLog, Dropped};

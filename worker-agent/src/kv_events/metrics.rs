@@ -3,11 +3,11 @@
 //! A *block* is the unit in which routers count a prompt. The counts come from `RankCache`, one
 //! for each data parallel rank of the engine. This module reads no events itself.
 
+use blocks::block::Tier;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
 };
-use proto::block::Tier;
 use service::metrics::{By, to_i64};
 
 use super::rank_cache::{Counts, RankCache};

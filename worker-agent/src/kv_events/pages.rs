@@ -16,7 +16,7 @@ mod runs;
 #[cfg(test)]
 mod tests;
 
-use proto::{
+use blocks::{
     block::{BlockHash, BlockTokens, Chain, Scheme, Tier},
     kv::Change,
     table::{Entry, KEY_BITS, PLACE_MODULUS, RunId, RunTable},
@@ -169,7 +169,7 @@ fn tier_bit(tier: Tier) -> u64 {
 
 impl Pages {
     /// Fails if no block size exists for such pages.
-    pub fn new(page_tokens: u32, pages_max: TierPages) -> Result<Self, proto::block::Error> {
+    pub fn new(page_tokens: u32, pages_max: TierPages) -> Result<Self, blocks::block::Error> {
         let block_tokens = BlockTokens::for_page(page_tokens)?;
         let grid = Grid::new(page_tokens, block_tokens);
         let (runs, free_ids, table) = (vec![Run::default()], vec![], RunTable::new());

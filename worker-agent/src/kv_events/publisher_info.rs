@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use proto::count::bounded;
+use contract::count::bounded;
 use serde_json::Value;
 
 use super::{pages::TierPages, zmtp::Endpoint};
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(host_tokens(&sized, 1000, None), 2000, "the bytes of a token are unknown");
         assert_eq!(host_tokens(&json!({"hicache_ratio": 2.0}), 1000, None), 0);
         let absurd = json!({"enable_hierarchical_cache": true, "hicache_ratio": 1e300});
-        assert_eq!(host_tokens(&absurd, u64::MAX, None), proto::count::COUNT_MAX);
+        assert_eq!(host_tokens(&absurd, u64::MAX, None), contract::count::COUNT_MAX);
     }
 
     #[test]

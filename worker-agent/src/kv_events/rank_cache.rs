@@ -3,7 +3,7 @@
 //! If messages are lost for good, any known page may have been evicted. Then the rank forgets all
 //! its pages, and the caller asks the shim to publish the engine's radix tree again.
 
-use proto::{block::Tier, kv::Change};
+use blocks::{block::Tier, kv::Change};
 
 use super::{
     decode::{self, CacheEvent},
@@ -73,7 +73,7 @@ impl RankCache {
     pub(super) fn new(
         page_tokens: u32,
         pool_pages: TierPages,
-    ) -> Result<Self, proto::block::Error> {
+    ) -> Result<Self, blocks::block::Error> {
         Ok(Self {
             page_tokens,
             pool_pages,

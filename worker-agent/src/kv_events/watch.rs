@@ -4,10 +4,8 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use proto::{
-    kv::{Change, RankChange},
-    v1,
-};
+use blocks::kv::{Change, RankChange};
+use contract::v1;
 use tokio::{sync::mpsc, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;

@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use proto::count::COUNT_MAX;
+use contract::count::COUNT_MAX;
 
 /// An interval with fewer tokens is ignored: it measures mostly the fixed cost of a pass. At 20,000
 /// tokens/s, 256 tokens take 13 ms, and the fixed cost may be 10 ms.

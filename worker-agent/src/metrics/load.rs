@@ -3,8 +3,8 @@
 //! A load report says how full each data-parallel rank of the engine is. Each gauge has a function
 //! that takes its value from a rank's part of the report.
 
+use contract::load::{Figure, RankLoad};
 use prometheus_client::metrics::{family::Family, gauge::Gauge};
-use proto::load::{Figure, RankLoad};
 use service::metrics::Registrar;
 
 use super::{RankLabel, set_gauge};

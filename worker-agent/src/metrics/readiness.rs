@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use proto::load::LoadReport;
+use contract::load::LoadReport;
 use service::tasks::Tasks;
 use tokio::sync::watch;
 

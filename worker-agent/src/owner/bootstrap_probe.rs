@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 
 use super::{AgentHandle, EngineNews};
 use crate::engine::EngineInfo;
-use proto::load::EngineRole;
+use contract::load::EngineRole;
 
 /// Routers learn of a dead bootstrap server after this time at most.
 const INTERVAL: Duration = Duration::from_secs(1);

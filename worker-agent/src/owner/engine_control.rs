@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeSet, time::Instant};
 
-use proto::{control::Effect, load::Weights};
+use contract::{control::Effect, load::Weights};
 use service::clock::now;
 use tokio::sync::watch;
 use tracing::{info, warn};

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::EngineRole;
+use contract::load::EngineRole;
 use service::clock::now;
 use tracing::{error, info, warn};
 

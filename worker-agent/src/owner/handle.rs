@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     claim::Claim,
     control::Effect,
     id::SessionKey,

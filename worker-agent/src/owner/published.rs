@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{id::SessionKey, load::Session};
+use contract::{id::SessionKey, load::Session};
 
 /// With 16,384 sessions, a shard has 64, and the first change to it after a snapshot copies 64
 /// pointers.
@@ -132,8 +132,8 @@ fn shard_index(digest: u64) -> usize {
 mod tests {
     use std::collections::BTreeSet;
 
+    use contract::load::{Retention, SessionState};
     use proptest::prelude::*;
-    use proto::load::{Retention, SessionState};
     use service::clock::now;
 
     use super::*;

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Description, FunctionOff, LoadReport, Session, Weights},
 };

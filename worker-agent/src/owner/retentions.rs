@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
-use proto::load::RetentionOff;
+use contract::load::RetentionOff;
 use tracing::{info, warn};
 
 use super::Owner;

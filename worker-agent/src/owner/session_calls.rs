@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use proto::{id::SessionKey, load::Retention};
+use contract::{id::SessionKey, load::Retention};
 use service::{clock::now, refusal::Code};
 use tokio::sync::oneshot;
 

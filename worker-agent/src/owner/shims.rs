@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::load::FunctionOff;
+use contract::load::FunctionOff;
 use service::{clock::now, tasks::Tasks};
 use tracing::{debug, info, warn};
 

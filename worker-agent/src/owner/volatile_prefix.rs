@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{PromptPlace, VolatilePrefix},
 };

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use tokio::sync::oneshot;
 
 use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, TurnRun, reporter::Reporter};

@@ -1,6 +1,6 @@
 //! Checks which turns a session takes: full histories, deltas, or both.
 
-use proto::{claim::Claim, load::Retention};
+use contract::{claim::Claim, load::Retention};
 use serde::{Deserialize, Serialize};
 
 use super::{

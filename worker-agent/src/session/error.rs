@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::load::Retention;
+use contract::load::Retention;
 use service::refusal::Code;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

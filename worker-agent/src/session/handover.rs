@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use proto::{count, id::SessionKey};
+use contract::{count, id::SessionKey};
 use serde::{Deserialize, Serialize};
 use service::clock::BootTime;
 

@@ -597,7 +597,7 @@ mod tests {
         session["weights"] = serde_json::json!({"epoch": u64::MAX, "counted": u64::MAX});
         let session: HandedSession = serde_json::from_value(session).unwrap();
         let text = serde_json::to_string(&session).unwrap();
-        let bounded = text.matches(&proto::count::COUNT_MAX.to_string()).count();
+        let bounded = text.matches(&contract::count::COUNT_MAX.to_string()).count();
         assert_eq!((bounded, text.contains(&u64::MAX.to_string())), (7, false), "{text}");
     }
 

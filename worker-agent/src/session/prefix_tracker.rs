@@ -5,7 +5,7 @@
 //! KV blocks. The tracker keeps hashes and places of a prompt's first blocks, never text. An
 //! *aside* is a prompt of another conversation in the session, such as a request for a title.
 
-use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
+use contract::load::{PromptPlace, PromptRole, VolatilePrefix};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// The most blocks that are kept of a prompt, 16 bytes each. Coding agents begin with 1 to 4 system

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use proto::{
+use contract::{
     count,
     id::Digest,
     load::{Retention, SessionState, VolatilePrefix},

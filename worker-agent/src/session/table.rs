@@ -55,7 +55,7 @@ mod weights;
 
 use std::time::Instant;
 
-use proto::{id::SessionKey, load::RetentionOff};
+use contract::{id::SessionKey, load::RetentionOff};
 
 use self::{
     closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions,

@@ -1,6 +1,6 @@
 //! Describes a turn to and from the session table: what it may need, how it runs, how it ended.
 
-use proto::{id::SessionKey, load::Retention};
+use contract::{id::SessionKey, load::Retention};
 
 use super::KvIdentity;
 

@@ -2,11 +2,11 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     load::{RankLoad, StagedPrefill},
     staged_prefill::{PREFILL_TOKENS_PER_S_ASSUMED, stage_tokens},
 };
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::{PromptTicket, RankQueue};

@@ -4,7 +4,7 @@
 
 use std::{fmt::Write as _, time::Duration};
 
-use proto::{id::SessionKey, load::PageAudit, v1};
+use contract::{id::SessionKey, load::PageAudit, v1};
 use serde_json::{Value, json};
 
 use super::{Outcome, print};
@@ -29,7 +29,7 @@ pub async fn run(target: &TargetArgs, args: &AuditArgs) -> Result<Outcome, Error
     let request = v1::AuditRequest { dp_rank: args.rank };
     let answer = client.audit(request).await;
     let answer = answer.map_err(|status| agent::call_error(target, &status))?;
-    let ranks: Result<Vec<RankAudit>, proto::load::Error> =
+    let ranks: Result<Vec<RankAudit>, contract::load::Error> =
         answer.into_inner().ranks.into_iter().map(parse_rank).collect();
     let ranks = ranks
         .map_err(|error| Error::Answer { url: target.agent.clone(), why: error.to_string() })?;
@@ -45,7 +45,7 @@ pub async fn run(target: &TargetArgs, args: &AuditArgs) -> Result<Outcome, Error
     Ok(Outcome::from_is_well(ranks.iter().all(is_fault_free)))
 }
 
-fn parse_rank(wire_audit: v1::RankAudit) -> Result<RankAudit, proto::load::Error> {
+fn parse_rank(wire_audit: v1::RankAudit) -> Result<RankAudit, contract::load::Error> {
     let audit = match wire_audit.pages {
         Some(pages) if wire_audit.refusal.is_empty() => {
             Ok((pages.try_into()?, wire_audit.sessions))

@@ -1,6 +1,6 @@
 //! Runs `berth devices`: the GPUs of the workers, with their memory, load and health.
 
-use proto::{
+use contract::{
     api::{Worker, Workers},
     load::{Device, Figure},
 };

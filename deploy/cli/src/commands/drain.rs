@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use proto::v1;
+use contract::v1;
 use serde_json::json;
 use service::clock::now;
 

@@ -8,11 +8,11 @@ use std::{
     time::Duration,
 };
 
-use proto::{
+use blocks::{
     block::{BlockHash, Tier},
     kv::{Change, RankChange},
-    v1,
 };
+use contract::v1;
 use serde_json::{Value, json};
 use service::proof::router::AgentClient;
 

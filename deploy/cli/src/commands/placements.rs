@@ -1,6 +1,6 @@
 //! Runs `berth placements`: where the last turns were placed and why, or all about one of them.
 
-use proto::api::{Placements, RecentPlacement};
+use contract::api::{Placements, RecentPlacement};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 

@@ -1,7 +1,7 @@
 //! Runs `berth session`: shows, closes or demotes one session of the key's owner.
 
+use contract::api::Session;
 use http::Method;
-use proto::api::Session;
 use serde::Deserialize as _;
 use serde_json::json;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::{api::Session, load, v1};
+use contract::{api::Session, load, v1};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 use service::proof::router::AgentClient;

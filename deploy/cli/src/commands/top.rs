@@ -7,12 +7,12 @@ use std::{
     time::Duration,
 };
 
+use contract::api::{FleetSessions, RecentPlacement, Workers};
 use crossterm::{
     event::{self, Event, KeyCode, KeyEventKind, KeyModifiers},
     execute,
     terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode},
 };
-use proto::api::{FleetSessions, RecentPlacement, Workers};
 use ratatui::{Terminal, backend::CrosstermBackend};
 use serde::Deserialize as _;
 use service::clock::now;

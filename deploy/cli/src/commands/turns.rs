@@ -1,6 +1,6 @@
 //! Runs `berth turns`: the last turns, with what was cached, how long they took, how they ended.
 
-use proto::api::Turn;
+use contract::api::Turn;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 

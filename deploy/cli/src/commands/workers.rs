@@ -1,6 +1,6 @@
 //! Runs `berth workers`: the workers with their turns, request rows and KV pools.
 
-use proto::{
+use contract::{
     api::{Worker, Workers},
     load::Figure,
 };

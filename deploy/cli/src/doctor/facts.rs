@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::{
+use contract::{
     api::{Worker, Workers},
     load::{Description, Device},
 };

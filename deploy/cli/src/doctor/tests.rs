@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use proto::{
+use contract::{
     api::{Kv, UnheardAgent, Worker, Workers},
     load::{
         Description, Device, EngineFacts, Figure, FunctionOff, ModelFiles, Rank, RankLoad,

@@ -1,6 +1,6 @@
 //! Reads an engine's `/server_info` for `init`: its sizes, and which flags it lacks. Pure.
 
-use proto::load::EngineRole;
+use contract::load::EngineRole;
 use serde::Serialize;
 use serde_json::Value;
 

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::api::{FleetSession, FleetSessions, RecentPlacement, Workers};
+use contract::api::{FleetSession, FleetSessions, RecentPlacement, Workers};
 
 use super::tree::{self, SessionLine};
 use crate::connect::router::encode;

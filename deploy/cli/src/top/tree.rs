@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::api::FleetSession;
+use contract::api::FleetSession;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionLine<'a> {

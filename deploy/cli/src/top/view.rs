@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use proto::{api::Worker, load::Figure};
+use contract::{api::Worker, load::Figure};
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},

@@ -188,7 +188,7 @@ fn add(
     if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(is_name_byte) {
         return Err(format!("name must have 1 to {NAME_BYTES_MAX} letters, digits and . _ @ -"));
     }
-    if name == proto::id::ANONYMOUS {
+    if name == contract::id::ANONYMOUS {
         return Err(format!("{name:?} is the name of clients without a key; choose another"));
     }
     let digest = parse_digest(&sha256)

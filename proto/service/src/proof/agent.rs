@@ -2,13 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use http::{HeaderMap, HeaderValue, Method, Uri};
-use parking_lot::Mutex;
-use prost::Message as _;
-use proto::{
+use contract::{
     proof,
     v1::{ProveRequest, ProveResponse},
 };
+use http::{HeaderMap, HeaderValue, Method, Uri};
+use parking_lot::Mutex;
+use prost::Message as _;
 
 use super::{
     Error, NONCE_BYTES, PROCESS_BYTES, RequestProof, announcement, decode, encode, hello_mac,

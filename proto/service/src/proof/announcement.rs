@@ -3,8 +3,8 @@
 //! An agent signs its id and its address, so a process without the token can neither announce
 //! itself nor have an agent's proof count for an address of its own.
 
+use contract::proof;
 use http::{HeaderMap, HeaderValue};
-use proto::proof;
 
 use super::{Error, MAC_BYTES, decode, encode};
 use crate::router_token::{Mac, Token, Tokens};

@@ -9,12 +9,12 @@ use std::{
 };
 
 use bytes::Bytes;
+use contract::proof;
 use http::{Request, StatusCode, Uri, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_rustls::MaybeHttpsStream;
 use hyper_util::rt::TokioIo;
-use proto::proof;
 use tokio::net::TcpStream;
 use tower_service::Service;
 

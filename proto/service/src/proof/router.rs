@@ -9,12 +9,12 @@ use std::{
 };
 
 use arc_swap::ArcSwapOption;
-use http::{HeaderMap, HeaderValue, Method, Request, Uri};
-use prost::Message as _;
-use proto::{
+use contract::{
     proof,
     v1::{ProveRequest, ProveResponse, worker_agent_client::WorkerAgentClient},
 };
+use http::{HeaderMap, HeaderValue, Method, Request, Uri};
+use prost::Message as _;
 use tonic::{
     Code, Status,
     body::Body,

@@ -104,7 +104,7 @@ fn an_agent_without_the_token_proves_nothing_and_learns_nothing() {
     let honest = agent.answer(&hello.message()).unwrap();
     // The answer to another hello, and an answer under another name.
     assert_eq!(signer.accept(&signer.hello(), honest.clone()), Err(Error::Forged));
-    let renamed = proto::v1::ProveResponse { agent_id: "b".to_owned(), ..honest.clone() };
+    let renamed = contract::v1::ProveResponse { agent_id: "b".to_owned(), ..honest.clone() };
     assert_eq!(signer.accept(&hello, renamed), Err(Error::Forged));
     assert!(!sign(&signer).2.contains_key(proof::REQUEST), "it signs for a stranger");
     signer.accept(&hello, honest).unwrap();

@@ -1,8 +1,8 @@
 //! The answer of a turn that its client aborted before the engine had it.
 
 use axum::response::{IntoResponse as _, Response};
+use contract::route::Kind;
 use http::{HeaderValue, header};
-use proto::route::Kind;
 use serde_json::json;
 
 use super::{Code, Refusal};

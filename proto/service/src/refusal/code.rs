@@ -287,9 +287,6 @@ codes! {
             "look up the session; an operator looks at the router's log";
     }
     "Wrong request" {
-        InvalidRequest "invalid_request" BAD_REQUEST Both AfterChange,
-            "the request's line or a header is not HTTP/1",
-            "send what RFC 9112 allows; the connection is closed";
         InvalidPath "invalid_path" BAD_REQUEST Router AfterChange,
             "the path has an escape that isn't UTF-8, such as `%ff`",
             "escape the id's UTF-8 bytes";
@@ -438,7 +435,7 @@ mod tests {
 
     #[test]
     fn a_router_recognizes_that_an_agent_refuses_it() {
-        assert_eq!(Code::NotARouter.as_str(), proto::claim::NOT_A_ROUTER);
+        assert_eq!(Code::NotARouter.as_str(), contract::claim::NOT_A_ROUTER);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Gives each request an id, by which the client, the log and the engine name it.
 
+use contract::abort::REQUEST_ID;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use proto::abort::REQUEST_ID;
 
 /// The same header as Anthropic's clients read it, in answers.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");

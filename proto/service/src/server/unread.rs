@@ -7,9 +7,9 @@
 //! A request that hyper can't parse has hyper's own answer: a status without a body.
 //!
 //! Closing a connection that has unread bytes resets it, and the client could lose the answer: many
-//! send a whole body before they read. So [`DrainedIo`] ends its own side, and then drops what still
-//! comes, up to a limit of time and of bytes. The connection is idle meanwhile, and gives way to
-//! others.
+//! send a whole body before they read. So [`DrainedIo`] ends its own side, and then drops what
+//! still comes, up to a limit of time and of bytes. The connection is idle meanwhile, and gives way
+//! to others.
 
 use std::{
     future::Future,
@@ -55,7 +55,7 @@ pub(super) struct Requests(Arc<RequestState>);
 struct RequestState {
     /// Requests whose answers' bodies have not ended.
     open: AtomicUsize,
-    /// Whether there were bytes after the newest request: of one that hyper can't parse, or not yet.
+    /// Whether bytes came after the newest request: of one that hyper can't parse, or not yet.
     has_unparsed: AtomicBool,
     /// Of the newest request. `dropped_body` is that body, once the service has dropped it.
     is_body_unread: AtomicBool,

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use parking_lot::Mutex;
-use proto::{
+use contract::{
     id::SessionKey,
     placement_claim::{CLAIMS_MAX, ClaimTable},
 };
+use parking_lot::Mutex;
 use tokio::{task::JoinSet, time::sleep};
 
 use super::*;

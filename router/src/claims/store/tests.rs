@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use proto::placement_claim::CLAIMS_MAX;
+use contract::placement_claim::CLAIMS_MAX;
 use service::tasks::Tasks;
 use tokio::task::JoinSet;
 

@@ -10,7 +10,7 @@
 
 use std::time::{Duration, Instant};
 
-use proto::gaps;
+use contract::gaps;
 
 /// Lower bounds of the classes. Most classes are narrower than a factor of two, because clients
 /// have timers, so many gaps have the same length.

@@ -10,8 +10,8 @@
 
 use std::time::Instant;
 
+use contract::load::Description;
 use http::uri::Authority;
-use proto::load::Description;
 
 use super::State;
 use crate::{

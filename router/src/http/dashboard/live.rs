@@ -7,8 +7,8 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use bytes::Bytes;
+use contract::api::Workers;
 use http::header;
-use proto::api::Workers;
 use serde::Serialize;
 use service::{
     auth::gate::GatePass,

@@ -1,6 +1,6 @@
 //! The forms of the router's own requests and answers, as JSON schemas.
 
-use proto::api;
+use contract::api;
 use serde_json::{Value, json};
 use utoipa::{
     ToSchema,

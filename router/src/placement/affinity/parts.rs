@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use proto::load::Session;
+use contract::load::Session;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claimed {

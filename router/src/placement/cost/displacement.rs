@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use proto::load::RankLoad;
+use contract::load::RankLoad;
 
 use super::{WHOLE_MILLI, share_milli};
 use crate::{

@@ -1,6 +1,6 @@
 //! Tests of placement on workers that stage the prefills of long prompts.
 
-use proto::load::StagedPrefill;
+use contract::load::StagedPrefill;
 
 use super::*;
 

@@ -10,8 +10,8 @@ mod tests;
 
 use std::sync::Arc;
 
+use blocks::block::Chain;
 use parking_lot::Mutex;
-use proto::block::Chain;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 

@@ -6,11 +6,11 @@
 //! the decode engine's by byte range. No other byte changes.
 
 use bytes::{Bytes, BytesMut};
-use memchr::memmem;
-use proto::{
+use contract::{
     body::{Member, Object},
     route::Kind,
 };
+use memchr::memmem;
 
 const KEYS: [&str; 3] = ["input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"];
 /// The most bytes of an answer or event that are held back. What is longer passes unmerged.

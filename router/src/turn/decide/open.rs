@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use proto::load::Retention;
+use contract::load::Retention;
 
 use super::{Error, wish};
 use crate::{

@@ -1,6 +1,6 @@
 //! Remembers names that may be those of requests, until they come again and so name a session.
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use service::clock::now;
 
 use super::Placer;

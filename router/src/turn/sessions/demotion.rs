@@ -3,7 +3,7 @@
 //! A pinned session keeps its KV and a request row to itself, also between its turns. After a
 //! demotion others can use both, and the next turn computes what was evicted meanwhile.
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use tonic::Code;
 
 use super::{Error, SessionService, decide};

@@ -17,8 +17,8 @@ use dynamo_kv_router::{
         WorkerWithDpRank,
     },
 };
-use proto::block::{BlockHash, Tier};
-use router::residency::index::{Index, Overlap, SharedIndex};
+use blocks::block::{BlockHash, Tier};
+use blocks::index::{Index, Overlap, SharedIndex};
 use tokio::runtime::Runtime;
 
 use crate::workload::{Event, Kind, Query};

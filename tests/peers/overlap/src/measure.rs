@@ -7,7 +7,7 @@ use std::time::Instant;
 use dynamo_kv_router::protocols::{
     BlockHashOptions, compute_block_hash_for_seq, compute_seq_hash_for_block,
 };
-use proto::block::{BlockTokens, Chain, Scheme};
+use blocks::block::{BlockTokens, Chain, Scheme};
 
 use crate::{
     contender::{Compressed, Contender, Ours, Radix},

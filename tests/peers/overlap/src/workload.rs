@@ -4,7 +4,7 @@
 //! on a second one.
 
 use dynamo_kv_router::protocols::{LocalBlockHash, compute_seq_hash_for_block};
-use proto::block::{BlockHash, BlockTokens, Scheme, hash_after};
+use blocks::block::{BlockHash, BlockTokens, Scheme, hash_after};
 
 /// The size of a workload.
 #[derive(Debug, Clone, Copy)]

@@ -11,8 +11,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    block::{BlockHash, Tier},
+use blocks::block::{BlockHash, Tier};
+use blocks::index::{Index, Overlap};
+use contract::{
     id::{Digest, SessionKey},
     load::{Retention, SessionState},
 };
@@ -28,10 +29,7 @@ use router::{
         affinity::Affinity,
         session_status::{self, SessionStatus},
     },
-    residency::{
-        PromptOverlap,
-        index::{Index, Overlap},
-    },
+    residency::PromptOverlap,
 };
 
 use self::{

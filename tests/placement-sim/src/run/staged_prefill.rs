@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use proto::{load, staged_prefill};
+use contract::{load, staged_prefill};
 use worker_agent::{
     config::tables::EngineTable,
     staged_prefill_queue::{PromptTicket, RankQueue},

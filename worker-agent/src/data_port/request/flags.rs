@@ -3,7 +3,7 @@
 //! Refuses members that reach into the engine, and those that an engine would ignore although they
 //! change what the rest of the body means.
 
-use proto::{
+use contract::{
     answers::runs_in_background,
     body::Object,
     flags::{NotAFlag, read_flag},

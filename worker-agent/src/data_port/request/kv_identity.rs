@@ -5,7 +5,7 @@
 
 use std::borrow::Cow;
 
-use proto::{body::Object, route::Kind};
+use contract::{body::Object, route::Kind};
 
 use crate::session::KvIdentity;
 

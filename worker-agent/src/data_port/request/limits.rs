@@ -1,6 +1,6 @@
 //! Reads how long an answer may become, as the engine reads it.
 
-use proto::{body::Object, route::Kind};
+use contract::{body::Object, route::Kind};
 use serde_json::value::RawValue;
 
 /// The engine's default on `/v1/completions`; the other routes here have none.

@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use proto::{body::Object, load::PromptRole, route::Kind};
+use contract::{body::Object, load::PromptRole, route::Kind};
 use serde::{
     Deserializer,
     de::{SeqAccess, Visitor},

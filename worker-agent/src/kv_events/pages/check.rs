@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use proto::{
+use blocks::{
     block::Tier,
     table::{Entry, RunId},
 };

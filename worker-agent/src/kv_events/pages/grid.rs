@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use proto::block::BlockTokens;
+use blocks::block::BlockTokens;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {

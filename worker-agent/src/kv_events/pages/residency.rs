@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use proto::{block::Tier, kv::Change, table::RunId};
+use blocks::{block::Tier, kv::Change, table::RunId};
 
 use super::{Pages, ROOT, tier_bit};
 

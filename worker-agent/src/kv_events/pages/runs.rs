@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use proto::{
+use blocks::{
     block::BlockHash,
     table::{Entry, RunId},
 };

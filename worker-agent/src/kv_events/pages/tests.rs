@@ -5,8 +5,8 @@
 
 use std::collections::{HashMap, HashSet};
 
+use blocks::block::{Chain, hash_after};
 use proptest::prelude::*;
-use proto::block::{Chain, hash_after};
 
 use super::*;
 

@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 
+use blocks::block::BlockHash;
 use proptest::prelude::*;
-use proto::block::BlockHash;
 
 use super::*;
 

@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeSet, time::Instant};
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{GoneReason, Guard, Session, Table};
 use crate::session::kv_identity::hash_adapter;

@@ -8,7 +8,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
-use proto::{id::SessionKey, load::Retention};
+use contract::{id::SessionKey, load::Retention};
 
 use super::{
     Deltas, Effect, Error, Guard, Need, Record, Row, RunMode, State, Table, Turn, TurnSession,

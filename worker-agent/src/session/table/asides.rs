@@ -13,7 +13,7 @@
 
 use std::time::{Duration, Instant};
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{
     Need, Session, State, Table,

@@ -1,6 +1,6 @@
 //! Computes how much room a turn may need on a rank, and how much room pinned sessions may take.
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{Error, Guard, Need, Table, reclaim::Shortage};
 

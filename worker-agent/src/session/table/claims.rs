@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{claim::Claim, id::SessionKey, load::Retention};
+use contract::{claim::Claim, id::SessionKey, load::Retention};
 
 use super::{
     Chooser, ClientHistory, Deltas, EngineHistory, Error, Guard, OpenResult, PrefixTracker,

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{
     CloseResult, Doubt, Effect, Error, ExpectedHistory, GoneReason, Guard, Record, Session,

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{
     ExpectedHistory, Guard, Outcome, Table, Usage,

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use proto::{
+use contract::{
     id::SessionKey,
     load::{Retention, RetentionOff},
 };

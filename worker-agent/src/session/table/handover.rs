@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::{Digest, SessionKey};
+use contract::id::{Digest, SessionKey};
 
 use super::{
     Doubt, Error, ExpectedHistory, GoneReason, Guard, PrefixTracker, Record, Row, Session,

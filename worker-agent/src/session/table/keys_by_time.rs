@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, time::Instant};
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 /// The earliest comes first. Keys with the same time are in their own order, so that the same
 /// events always lead to the same effects.

@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{Session, held::Held, keys_by_time::KeysByTime};
 

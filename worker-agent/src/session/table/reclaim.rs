@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{gaps, id::SessionKey};
+use contract::{gaps, id::SessionKey};
 use service::refusal::Code;
 
 use super::{

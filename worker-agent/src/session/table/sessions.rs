@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{
     Effects, Guard, Session, State, TableSettings,

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use service::refusal::Code;
 
 use super::{Error, Guard, Need, Session, Table};

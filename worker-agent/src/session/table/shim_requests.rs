@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{Effect, Guard, ShimRequest, Table};
 

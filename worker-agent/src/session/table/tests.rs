@@ -23,7 +23,7 @@ mod weights;
 
 use std::time::Duration;
 
-use proto::{claim::Claim, load::Retention};
+use contract::{claim::Claim, load::Retention};
 use service::refusal::Code;
 
 use self::rig::{Answer, Inside, Rig};
@@ -280,7 +280,7 @@ fn an_aborted_turn_leaves_its_history_to_be_computed_again() {
     assert_eq!(rig.table.totals(0).rows_held, 0);
     let session = rig.table.get(&key("s")).unwrap();
     assert_eq!((session.history.tokens, session.turns.finished), (601, 1));
-    assert_eq!(session.state(), proto::load::SessionState::Demoted);
+    assert_eq!(session.state(), contract::load::SessionState::Demoted);
     rig.pin_holding("other", 400);
     let refused = rig.turn(&delta("s")).error();
     assert!(is_short(&refused, Code::PinTokens), "its 601 tokens come back with it: {refused}");

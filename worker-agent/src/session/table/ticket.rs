@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use proto::{claim::Claim, id::SessionKey};
+use contract::{claim::Claim, id::SessionKey};
 
 use super::{Need, PromptStart, RouteTurns, RunMode, trim_turn::Trim};
 

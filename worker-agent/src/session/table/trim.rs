@@ -11,7 +11,7 @@ mod trim_plan;
 
 use std::time::{Duration, Instant};
 
-use proto::{id::SessionKey, load::Retention};
+use contract::{id::SessionKey, load::Retention};
 
 pub use self::trim_plan::{TrimOutcome, TrimPlan};
 use super::{

@@ -1,6 +1,6 @@
 //! Feeds each session's tracker of volatile prefixes, and reports what the tracker finds.
 
-use proto::{id::SessionKey, load::VolatilePrefix};
+use contract::{id::SessionKey, load::VolatilePrefix};
 
 use super::{Effect, Plan, PromptStart, Table, TrimPlan};
 

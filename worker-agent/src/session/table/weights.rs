@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{Error, GoneReason, Guard, Session, State, Table};
 use crate::session::handover::HandedWeights;

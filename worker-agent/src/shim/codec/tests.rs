@@ -2,8 +2,8 @@
 
 use std::{fmt::Debug, time::Duration};
 
+use contract::count::COUNT_MAX;
 use proptest::prelude::*;
-use proto::count::COUNT_MAX;
 use serde_bytes::Bytes;
 
 use super::*;

@@ -11,8 +11,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use contract::{load, v1};
 use http::{HeaderValue, StatusCode, Uri};
-use proto::{load, v1};
 use serde_json::Value;
 use service::clock;
 

@@ -1,6 +1,6 @@
 //! Checks of the engines: flags, shim, KV events, and whether the pool fits what is promised. Pure.
 
-use proto::{
+use contract::{
     api::Worker,
     load::{FunctionOff, Retention, RetentionOff, Source},
 };

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use proto::api::Worker;
+use contract::api::Worker;
 
 use super::super::{
     Check,

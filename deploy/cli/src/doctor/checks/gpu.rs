@@ -1,6 +1,6 @@
 //! Checks of the GPUs. Pure.
 
-use proto::load::Source;
+use contract::load::Source;
 
 use super::super::{
     Check,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::api::Workers;
+use contract::api::Workers;
 use ratatui::{Terminal, backend::TestBackend, buffer::Buffer, style::Color};
 use serde_json::json;
 

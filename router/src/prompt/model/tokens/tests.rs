@@ -1,11 +1,8 @@
 //! Compares prompts with those that SGLang makes, recorded by `tests/sglang/prompts.py`.
 
+use blocks::block::{BlockTokens, Chain, Scheme};
+use contract::{body::Object, load::EngineFacts};
 use proptest::prelude::*;
-use proto::{
-    block::{BlockTokens, Chain, Scheme},
-    body::Object,
-    load::EngineFacts,
-};
 use serde::Deserialize;
 use serde_json::{Value, json, value::RawValue};
 

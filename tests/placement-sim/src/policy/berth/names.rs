@@ -1,6 +1,6 @@
 //! Names of the model's blocks: chained hashes, as agents and routers compute them from tokens.
 
-use proto::block::{self, BlockHash, BlockTokens, Scheme};
+use blocks::block::{self, BlockHash, BlockTokens, Scheme};
 
 /// The predecessor of a first block, which has none.
 const NONE: u32 = u32::MAX;

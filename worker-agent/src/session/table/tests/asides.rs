@@ -1,6 +1,6 @@
 //! Turns of other conversations in a session, and turns that meet another one of their own.
 
-use proto::load::PromptRole;
+use contract::load::PromptRole;
 
 use super::{
     trim::{auto, full_history, tokens_max, trim_plan, trimming},

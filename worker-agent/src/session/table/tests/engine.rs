@@ -1,6 +1,6 @@
 //! What the engine does: opens and closes under way, foreign and inherited sessions, restarts.
 
-use proto::load::RetentionOff;
+use contract::load::RetentionOff;
 
 use super::*;
 

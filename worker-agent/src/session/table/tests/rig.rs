@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use proto::load::{Retention, VolatilePrefix};
+use contract::load::{Retention, VolatilePrefix};
 
 use super::*;
 

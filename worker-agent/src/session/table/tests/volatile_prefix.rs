@@ -1,6 +1,6 @@
 //! Volatile prefixes: texts early in a session's prompts that differ from turn to turn.
 
-use proto::load::{PromptPlace, PromptRole, VolatilePrefix};
+use contract::load::{PromptPlace, PromptRole, VolatilePrefix};
 
 use super::{
     trim::{auto, full_history, trim_plan, trimming},

@@ -3,7 +3,7 @@
 //! A full history that doesn't continue a session's replaces it only if the client opens the
 //! session with this turn. Otherwise the shim refuses the turn.
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 use service::refusal::Code;
 
 use super::{Plan, Replaced, Trim, TrimOutcome, TrimPlan, TurnAwaitingPlan};

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use proto::id::SessionKey;
+use contract::id::SessionKey;
 
 use super::{
     AwaitedPlan, DIVERGENCE_STREAK_MAX, Plan, Question, Replaced, Trim, TrimPlan, TurnAwaitingPlan,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use proto::{id::SessionKey, load::Retention};
+use contract::{id::SessionKey, load::Retention};
 
 use super::DIVERGENCE_STREAK_MAX;
 use crate::session::table::{MeasuredHistory, Need, State, Table};

@@ -4,7 +4,7 @@
 //! bytes in it, but 68 in the crate `lru` and 55 in `schnellru` (measured on 2026-11-23), because
 //! these find a run by a hash. Neither can put a run in the place of another.
 
-use proto::table::RunId;
+use crate::table::RunId;
 
 /// Run 0 is the tree's root, which is never in the list.
 const NO_RUN: RunId = 0;

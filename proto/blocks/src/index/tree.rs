@@ -15,7 +15,7 @@ mod shape;
 
 use std::ops::{Index, IndexMut, Range};
 
-use proto::{
+use crate::{
     block::{BlockHash, GROUP_BLOCKS, Tier},
     table::{Entry, PLACE_MODULUS, RunId, RunTable},
 };

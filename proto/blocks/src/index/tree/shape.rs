@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use proto::{
+use crate::{
     block::{BlockHash, Tier},
     table::{Entry, RUNS_MAX, RunId},
 };

@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
+use crate::block::{BlockHash, hash_after};
 use proptest::prelude::*;
-use proto::block::{BlockHash, hash_after};
 
 use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use proto::{
+use crate::{
     block::Tier,
     table::{Entry, RunId},
 };

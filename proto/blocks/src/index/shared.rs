@@ -2,8 +2,8 @@
 //!
 //! The lock is held for one change or one look-up, and no other lock is taken meanwhile.
 
+use crate::block::BlockHash;
 use parking_lot::RwLock;
-use proto::block::BlockHash;
 
 use super::{Index, Overlap};
 

@@ -6,9 +6,9 @@
 
 use std::hint::black_box;
 
+use blocks::block::{BlockHash, BlockTokens, Chain, Scheme, Tier, hash_after};
+use blocks::index::{Index, Overlap, SharedIndex};
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
-use proto::block::{BlockHash, BlockTokens, Chain, Scheme, Tier, hash_after};
-use router::residency::index::{Index, Overlap, SharedIndex};
 
 const SESSIONS_PER_WORKER: usize = 64;
 const SYSTEM_BLOCKS: usize = 32;

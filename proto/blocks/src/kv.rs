@@ -4,10 +4,9 @@
 //! each rank, the agent first sends a snapshot and then changes. Conversion from the wire rejects
 //! invalid messages. It doesn't check that a change fits the changes before it.
 
-use crate::{
-    block::{BlockHash, BlockTokens, Tier},
-    v1,
-};
+use contract::v1;
+
+use crate::block::{BlockHash, BlockTokens, Tier};
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {

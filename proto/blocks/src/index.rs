@@ -5,7 +5,7 @@
 //! (CPU memory) or on both. The index doesn't check the order of reports (`kv_stream` does).
 //!
 //! - `tree`: stores the chains as a tree of runs (a run is an unbranched part of a chain). A
-//!   [`proto::table`] finds the run of a block.
+//!   [`crate::table`] finds the run of a block.
 //! - `slots`: the numbers that stand for workers in the tree. If a worker loses all its blocks, its
 //!   slot ends, and its next blocks get another slot. A sweep removes the blocks of ended slots
 //!   from the tree, a few runs at a time.
@@ -18,21 +18,20 @@ mod tests;
 mod tree;
 mod worker_set;
 
-use proto::block::{BlockHash, Tier};
+use crate::block::{BlockHash, Tier};
 
 pub use self::shared::SharedIndex;
 use self::{
     slots::Slots,
     tree::{Holder, StoreError, Tree},
 };
-use crate::fleet::worker::WORKER_NUMBERS_MAX;
 
 /// Number of runs that each change also sweeps, as long as the tree may have blocks of ended slots.
 /// A sweep of 100,000 runs takes 6,000 changes, and adds less than a microsecond to each.
 const SWEEP_RUNS_PER_CHANGE: usize = 16;
 /// Each worker needs two of the 65,535 slots, one that look-ups read and one for a snapshot in
 /// progress. The others have ended and are being swept.
-pub const WORKERS_MAX: usize = WORKER_NUMBERS_MAX;
+pub const WORKERS_MAX: usize = 1 << 14;
 
 /// The counters count since the index was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

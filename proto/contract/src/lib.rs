@@ -8,7 +8,6 @@
 pub mod abort;
 pub mod answers;
 pub mod api;
-pub mod block;
 pub mod body;
 pub mod bootstrap;
 pub mod claim;
@@ -18,14 +17,12 @@ pub mod flags;
 pub mod gaps;
 pub mod hints;
 pub mod id;
-pub mod kv;
 pub mod load;
 pub mod model_files;
 pub mod placement_claim;
 pub mod proof;
 pub mod route;
 pub mod staged_prefill;
-pub mod table;
 pub mod turn_rid;
 
 /// Generated from `schema/agent/v1/agent.proto`.
