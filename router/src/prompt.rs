@@ -1,8 +1,8 @@
 //! Makes the routing blocks of a request's prompt from the request's body.
 //!
 //! A routing block is a hashed part of a prompt (see [`blocks::block`]). Reading a turn only
-//! records where in the body the prompt is: that is a [`Prompt`]. Its blocks are made when placement
-//! asks for them: a turn that stays on its session's worker usually doesn't need them.
+//! records where in the body the prompt is: that is a [`Prompt`]. Its blocks are made when
+//! placement asks for them: a turn that stays on its session's worker usually doesn't need them.
 //!
 //! Token ids are hashed as they are (`ids`), text and messages with the engine's model if its files
 //! are loaded ([`model`]). Of other prompts, four bytes of the body count as one token (`text`): no

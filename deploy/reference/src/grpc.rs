@@ -26,8 +26,8 @@ pub(crate) fn page() -> anyhow::Result<Page> {
         "gRPC API",
         "What routers ask agents at the control port, and what agents answer. The schema is \
          `proto/contract/schema/agent/v1/agent.proto`. It only grows: a field is never renumbered, \
-         and what is absent is unknown, never zero. Routers and agents of neighbouring versions understand \
-         each other, see [compatibility](compatibility.md).",
+         and what is absent is unknown, never zero. Routers and agents of neighbouring versions \
+         understand each other, see [compatibility](compatibility.md).",
     );
     for file in files.file.iter().filter(|file| file.package() == "berth.agent.v1") {
         add_file(&mut page, file);
