@@ -1,14 +1,13 @@
 //! Chooses the sealed pages whose contents an audit digests, and finds the pages that changed.
 //!
-//! A page is *sealed* if all its tokens lie in the part of a row that the engine must not rewrite
-//! while the row's session has the same *key*. A session gets another key when its KV is computed
-//! anew, or when it may have given up a sealed page. A page's *digest* is a hash of its contents. A
-//! sealed page whose digest changes while the key stays the same is a fault.
+//! A session's *key* changes when its KV is computed anew, or when it may have given up a page. A
+//! page is *sealed* if the engine must not rewrite any of its tokens while the key stays the same.
+//! So a sealed page whose *digest*, a hash of its contents, changes under the same key is a fault.
 //!
 //! All pages are too many for one audit, so each audit digests one *window* of page references (a
 //! reference is one page of one row), and the next window begins where this one ends. A full
-//! [`DigestMemory`] drops a page that it has compared, and takes in a new one: so it covers, part
-//! by part, a pool that has more pages than the memory.
+//! [`DigestMemory`] forgets a page that it has compared for a new one. So over many audits it
+//! covers a pool that has more pages than the memory.
 
 use crate::report::DigestCounts;
 use std::{
@@ -28,20 +27,21 @@ pub struct DigestRow {
     pub sealed_pages: u32,
 }
 
-/// How the caller places the rows in its copy, and which part of the copy it digests.
+/// In which order the caller copies the rows' page references, and which of them it digests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DigestPlan {
     /// Indexes into the `rows` of [`DigestMemory::plan`], ordered so that the window is contiguous.
     pub order: Vec<usize>,
-    /// The page references to digest, counted through all pages of the rows in `order`. The window
-    /// can hold pages that aren't sealed: their digests must not get to [`DigestMemory::compare`].
+    /// The page references to digest, as a range of those of all rows in `order`, one row after the
+    /// other. Some can be of unsealed pages: their digests must not get to
+    /// [`DigestMemory::compare`].
     pub window: Range<u32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestedPage {
     pub key: u64,
-    /// The number of the session in the snapshot.
+    /// The session's index in the snapshot.
     pub session: u32,
     pub page: u32,
     pub digest: u64,
@@ -55,7 +55,7 @@ pub struct ChangedPage {
 
 type KeyAndPage = (u64, u32);
 
-/// The first digest of a page, with the key that the page's session then had.
+/// The first digest of a page under one key.
 #[derive(Clone, Copy, Debug)]
 struct FirstDigest {
     digest: u64,

@@ -1,9 +1,11 @@
 //! Puts the live rows of a snapshot on the device, and checks them so that kernels can trust them.
+//!
+//! A live row is a request's or session's part of the list of held pages.
 
 use super::{Device, DeviceBuffer, Error, PinnedBuffer, WARP, at_most};
 use crate::reference::{LiveRow, OWNER_SHARED};
 
-/// Base-2 logarithm of the largest page size. A token slot is a positive `i32`.
+/// Base-2 logarithm of the largest page size: the engine's token slots are positive `i32`s.
 pub(super) const PAGE_SHIFT_MAX: u32 = 30;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +27,7 @@ pub struct LiveRows {
     pub(super) rows: DeviceBuffer<LiveRow>,
     staging: PinnedBuffer<LiveRow>,
     pub(super) count: u32,
-    /// The length of these rows' page list, which has an entry per page of each row.
+    /// Where the last row's part of the page list ends.
     pub(super) page_list_len: u32,
     pub(super) refs_per_row_max: u32,
     /// The highest session number plus one.
@@ -62,8 +64,8 @@ impl Device {
     }
 
     /// The rows must be in ascending order of [`LiveRow::list_start`], and must not overlap. Gaps
-    /// are allowed: a caller can leave out rows that have changed, and use the same page list for
-    /// the others. Session numbers must be small, because arrays are indexed by them. Returns
+    /// are allowed: a caller can leave out rows that have changed since the page list was made.
+    /// Session numbers should be small, because arrays are indexed by them. Returns
     /// [`Error::CopyInFlight`] while the previous rows are still being copied.
     pub fn set_live_rows(
         &self,

@@ -1,7 +1,7 @@
-//! Shows the client of a stream that its turn waits, by comments in the stream.
+//! Sends comments to a client of a stream while its turn waits for a worker's answer.
 //!
-//! While only comments were sent, the turn may still go to another worker. `turn::proxy` adds the
-//! comments between the head of a worker's answer and its first event.
+//! While only comments were sent, the turn may still go to another worker. Between the head of a
+//! worker's answer and its first event, `turn::proxy` sends the comments.
 
 use std::{
     future::Future as _,
@@ -18,7 +18,7 @@ use bytes::Bytes;
 use http::{HeaderValue, header, request::Parts};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Limited};
-use service::refusal::{Api, Refusal};
+use service::refusal::{Api, Code, Refusal};
 use tokio::time::Sleep;
 use tracing::debug;
 
@@ -27,8 +27,9 @@ use crate::turn::{
     shared::TurnFlags,
 };
 
-/// Limits an engine's error in a stream. The engine's own errors have a few hundred bytes.
-const ERROR_BYTES_MAX: usize = 256 << 10;
+/// Limits an answer that is no stream: an engine's error of a few hundred bytes, or one JSON value,
+/// of an engine that doesn't stream on this route.
+const ANSWER_BYTES_MAX: usize = 4 << 20;
 
 type RunningTurn = Pin<Box<dyn Future<Output = Result<Response, Refusal>> + Send>>;
 
@@ -47,8 +48,8 @@ impl ErrorForm {
     }
 }
 
-/// If the turn waits for `interval` and is to be a stream, returns the head of a stream, whose body
-/// waits on.
+/// Returns the turn's own answer if that comes within `interval`, or if the client wants no stream;
+/// otherwise the head of a stream, whose body goes on to wait.
 pub(super) async fn answer(
     mut turn: RunningTurn,
     flags: &TurnFlags,
@@ -59,7 +60,7 @@ pub(super) async fn answer(
         match tokio::time::timeout(interval, &mut turn).await {
             Ok(answer) => return answer.unwrap_or_else(Refusal::into_response),
             Err(_) if flags.wants_stream() => break,
-            // Only a stream can have comments. A body that still arrives may ask for one.
+            // The request's body may still arrive, and ask for a stream.
             Err(_) => {}
         }
     }
@@ -96,8 +97,14 @@ async fn await_answer(turn: RunningTurn, form: ErrorForm) -> Rest {
     if parts.status.is_success() && is_event_stream(&parts.headers) {
         return Rest::Stream(body);
     }
-    let body = Limited::new(body, ERROR_BYTES_MAX).collect().await;
-    let body = body.map_or_else(|_| Bytes::new(), |body| body.to_bytes());
+    let Ok(body) = Limited::new(body, ANSWER_BYTES_MAX).collect().await else {
+        let why = "the engine's answer, which is no stream, broke off or exceeds 4 MiB; send it \
+                   again without `stream`";
+        let refusal = Refusal::new(Code::WorkerBrokeOff, why);
+        let body = api.body(&refusal, &request_id);
+        return Rest::Events(api.error_events(refusal.code.status(), &body));
+    };
+    let body = body.to_bytes();
     Rest::Events(if parts.status.is_success() {
         one_event(&body)
     } else {
@@ -170,7 +177,6 @@ impl http_body::Body for WaitingBody {
 #[cfg(test)]
 mod tests {
     use http::StatusCode;
-    use service::refusal::Code;
     use tokio::sync::oneshot;
 
     use super::*;
@@ -242,6 +248,22 @@ mod tests {
         give.send(Ok(Response::builder().status(400).body(error).unwrap())).unwrap();
         let events = next_data(&mut body).await.unwrap();
         assert!(events.starts_with("data: {\"error\":{\"message\":\"no\""), "{events}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_long_answer_that_is_no_stream_comes_whole_or_as_an_error() {
+        for (bytes, begins) in
+            [(1 << 20, "data: \"xxx"), (5 << 20, "data: {\"error\":{\"code\":\"worker_broke_off\"")]
+        {
+            let (give, turn, form) = turn("/v1/chat/completions");
+            let mut body = answer(turn, &stream_flag(), INTERVAL, form).await.into_body();
+            next_data(&mut body).await.unwrap();
+            let value = format!("\"{}\"", "x".repeat(bytes));
+            give.send(Ok(Response::new(Body::from(value)))).unwrap();
+            let events = next_data(&mut body).await.unwrap();
+            assert!(events.starts_with(begins), "{}", &events[..80]);
+            assert_eq!(events.len() > bytes, bytes == 1 << 20);
+        }
     }
 
     #[tokio::test(start_paused = true)]

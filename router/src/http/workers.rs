@@ -1,6 +1,6 @@
 //! Serves `GET /v1/workers`, for operators: the state and figures of each worker and its devices.
 //!
-//! Each figure has its source and its age. `unheard` has agents that sent no description yet.
+//! `unheard` has the agents that have not described themselves yet.
 
 use std::time::Instant;
 

@@ -6,8 +6,8 @@
 //! end.
 //!
 //! Each segment belongs to the client that had it tokenized. If memory is short, the client with
-//! the most cached bytes loses the one that it didn't use for longest. So a client with many
-//! prompts pushes out its own segments only.
+//! the most cached bytes loses its least recently used segment. So a client with many prompts
+//! pushes out its own segments only.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -60,7 +60,7 @@ pub(super) struct HashedPrefix {
 }
 
 impl HashedPrefix {
-    /// `chain` and `hashes` may hold the tokens that precede the text.
+    /// `chain` and `hashes` are of the tokens that precede the text, such as one of its begin.
     pub(super) fn new(chain: Chain, hashes: Vec<BlockHash>) -> Self {
         let start_parts =
             [chain.last_hash().0, chain.tokens(), chain.partial_sum()].map(u64::to_le_bytes);

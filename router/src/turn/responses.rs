@@ -1,8 +1,9 @@
 //! Finds the worker that keeps a stored response of the Responses API, by the response's id.
 //!
 //! An engine with `--enable-response-store` keeps a response in its own memory. The agent has given
-//! the response an id that names the agent and the owner (see [`contract::turn_rid`]). So every
-//! router finds it, after a restart too, and another client's id is as good as an unknown one.
+//! the response an id that names the agent and the client that made it (see
+//! [`contract::turn_rid`]). So a router needs no state to find it, and treats the response of
+//! another client as unknown.
 
 use std::sync::Arc;
 

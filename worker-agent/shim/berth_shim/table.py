@@ -1,7 +1,8 @@
 """Keeps a table of the engine's sessions, and finds those that changed since the last report.
 
-Only *touched* sessions are read, which a hook has seen: the cost of reading all would grow with
-their number. The table also keeps the sum of the tokens that all sessions hold.
+A session is *touched* when a hook sees the engine use it. Only those are read, as the cost of
+reading all would grow with their number. The table also keeps the sum of the tokens that all
+sessions hold.
 
 A *scan* reads all sessions. It may take many passes of the scheduler, because each pass has a
 limited time for it. The sum is wrong until the scan has ended.
@@ -23,7 +24,7 @@ class SessionTable:
         self._sessions = scheduler.session_controller.sessions
         self._slots = scheduler.tree_cache.session.slots
         self._page_size = scheduler.tree_cache.page_size
-        # As the agent knows them once all changes are reported.
+        # The facts that were read last, which the agent has too once all changes are reported.
         self._facts_by_id: dict[str, wire.SessionFacts] = {}
         self._held_tokens_by_id: dict[str, int] = {}
         self.touched_ids: set[str] = set()
@@ -134,8 +135,8 @@ def _read_facts(id: str, session: Any, kv: Any) -> wire.SessionFacts:
 
 
 def history_tokens(session: Any) -> int:
-    """Returns the number of tokens that the engine puts before the next turn's prompt. A running
-    turn appends to the array of the turn before, so only that array's committed length counts."""
+    """Returns the number of tokens that the engine puts before the next turn's prompt. Of the
+    prompt's tokens only the committed ones count: a running turn appends to the same list."""
     if session.committed_origin_len is None or not session.req_nodes:
         return 0
     [node] = session.req_nodes.values()

@@ -1,8 +1,8 @@
 //! Lists how an engine can't keep the KV of sessions, and why. Pure.
 //!
-//! Under some of the engine's flags a retention is impossible, under others *unsafe*: a turn ends
-//! the engine, or sessions hold what nobody counts. A retention to which none of the `RULES`
-//! applies is offered.
+//! A retention is how the engine keeps a session's KV between turns. Under some of the engine's
+//! flags one is impossible, under others *unsafe*: a turn would crash the engine, or sessions would
+//! hold memory that nobody counts. A retention to which none of the `RULES` applies is offered.
 
 use contract::load::{EngineRole, KvTransfer, Retention, RetentionOff};
 use serde_json::Value;
@@ -36,10 +36,10 @@ pub enum SecondPool {
 /// What a shim has said holds for the engine's process, also while its connection is down.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ShimWord {
-    /// Why turns of pinned sessions may reach the engine's storage; `None` if the shims of all
-    /// ranks keep them from it.
+    /// Why the engine's storage isn't guarded from turns of pinned sessions; `None` if the shims of
+    /// all ranks guard it.
     pub unguarded_reason: Option<String>,
-    /// The outer `None`: no shim has said.
+    /// What a second pool holds; the inner `None` if there is none, the outer if no shim has said.
     pub second_pool: Option<Option<String>>,
 }
 
@@ -50,9 +50,9 @@ pub struct Offer {
     pub refused: Vec<RetentionOff>,
 }
 
-/// The list follows SGLang's `configs/hybrid_arch.py`. Of some of these models `/server_info` says
-/// nothing: `uses_mamba_radix_cache` is false without a radix cache, and for models whose states
-/// the radix cache doesn't keep.
+/// Needed because `/server_info` doesn't tell all: its `uses_mamba_radix_cache` is false without a
+/// radix cache, and for models whose states that cache doesn't keep. The list follows SGLang's
+/// `configs/hybrid_arch.py`.
 const RECURRENT_MODEL_TYPES: [&str; 25] = [
     "bailing_hybrid",
     "bailing_moe_v3_vl",
@@ -121,9 +121,10 @@ const RULES: &[Rule] = &[
             })
         },
     },
-    // A session's second turn, which has no node of the tree, ends the engine: before it queues the
-    // turn, `_prefetch_kvcache` asks for the node's copy (`managers/scheduler.py:3365`). The lines
-    // are the same in 0.5.20 to 0.5.23. The conformance suite shows that the fault is still there.
+    // A session's second turn crashes the engine: before the turn is queued, `_prefetch_kvcache`
+    // reads the turn's node of the tree, and such a turn has none (`managers/scheduler.py:3365`).
+    // The lines are the same in 0.5.20 to 0.5.23. The conformance suite shows that the fault is
+    // still there.
     Rule {
         retention: Retention::Pinned,
         mended_in: None,
@@ -228,7 +229,7 @@ pub fn offer(info: &EngineInfo, shim: &ShimWord) -> Offer {
     offer
 }
 
-/// A config says nothing of sliding windows, because the engine itself does.
+/// Leaves sliding windows out: of those the engine itself tells.
 #[must_use]
 pub fn second_pool_of(config: &Value) -> Option<SecondPool> {
     // The config of a multimodal model has that of its language model inside.
@@ -256,7 +257,7 @@ fn find_reason(
     rules.filter_map(|rule| (rule.reason)(info, shim)).next()
 }
 
-/// A release candidate counts as an older version.
+/// `None`, which is less than every version, if it isn't three numbers: a release candidate.
 fn read_version(version: &str) -> Option<[u32; 3]> {
     let mut parts = version.split('.');
     let mut part = || parts.next()?.parse::<u32>().ok();

@@ -1,4 +1,4 @@
-//! Keeps the callers that wait for the owner task's answer to an admission, an opening or a plan.
+//! Keeps the callers that wait until a turn is admitted, a session is open, or a run mode is known.
 //!
 //! The keys are the request ids of turns and openings.
 
@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, TurnRun, reporter::Reporter};
 use crate::session::{self, RunMode, Table, Turn};
 
-/// A caller that is gone needs no answer: it has dropped its lease, and that ends the turn.
+/// A caller that is gone needs no answer: its lease, which it has dropped, ends the turn.
 #[derive(Default)]
 pub(super) struct Waiters {
     admissions: HashMap<String, Waiter>,

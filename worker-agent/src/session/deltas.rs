@@ -9,19 +9,21 @@ use super::{
 };
 use crate::guard::{Guard, Guards};
 
-/// A delta is computed on the right context only if its client knows the engine's history. So a
-/// session that takes deltas keeps its history, and one whose history full histories may replace
-/// takes none. A client that opens the session again may change that.
+/// A delta is computed on the right context only if its client knows the engine's history. So no
+/// full history may replace that of a session that takes deltas, and a session whose history may be
+/// replaced refuses deltas. A client that opens the session again may change that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Deltas {
     /// No client has opened the session, or a full history has replaced its history.
     Refused,
-    /// As [`Self::Refused`]. The history is gone: the next full history replaces the incarnation.
+    /// As [`Self::Refused`], also after a client has opened the session again: the engine has lost
+    /// the history, and the next full history begins a new incarnation.
     RefusedAnew,
     /// A client opened the session, and it has taken no delta yet.
     Allowed,
-    /// A full history must continue the session's, unless its client opens the session again.
+    /// The session has taken a delta. A full history must continue its history, unless the turn
+    /// opens the session again.
     Taken,
 }
 
@@ -31,8 +33,8 @@ impl Session {
         self.turns.finished == 0 && self.history.tokens == 0 && self.turns.in_progress() == 0
     }
 
-    /// Called when a client opens the session. The client may not know a history that full
-    /// histories made, so with such a history the session keeps refusing deltas.
+    /// Called when a client opens the session. It possibly doesn't know a history that full
+    /// histories made, so a session with such a history goes on refusing deltas.
     pub(super) fn open_for_deltas(&mut self) {
         if self.client.deltas == Deltas::Refused && self.is_fresh() {
             self.client.deltas = Deltas::Allowed;
@@ -49,17 +51,17 @@ pub(super) fn check_turn(
     shim_trims: bool,
     guards: Guards,
 ) -> Result<(), Error> {
-    // A full history may start the session over if the engine's history is gone. But clients that
-    // send deltas rely on it, so they must hear that it is gone, unless this turn opens the
-    // session.
+    // A full history may start the session over, also if the engine's history is gone or corrupt.
+    // But clients that have sent deltas rely on that history, so they must be told that it is gone,
+    // unless this turn opens the session.
     let clients_rely_on_history =
         session.client.deltas == Deltas::Taken && guards.is_on(Guard::FullHistoryContinues);
     let may_replace_history = claim.open || !clients_rely_on_history;
     let starts_over =
         !claim.delta && (shim_trims || session.has_auto_retention()) && may_replace_history;
     match &session.state {
-        // Before the check for other turns (`Error::Busy`): a closing session exists only for its
-        // running turn.
+        // Callers check for other turns later: a closing session always has a running one, and
+        // `Closing` says more than `Busy`.
         State::Closing(_) => return Err(Error::Closing),
         _ if starts_over => {}
         State::Gone { reason: GoneReason::EngineRestarted, tree }
@@ -69,7 +71,7 @@ pub(super) fn check_turn(
         _ => {}
     }
     if session.has_auto_retention() || !session.is_pinned() {
-        // Clients of a session that the agent pinned send full histories: the error names no pin.
+        // If the agent pinned the session and not its client, the client knows of no pin.
         let retention_in_error = match session.retention() {
             Retention::Pinned => Retention::Tagged,
             other => other,
@@ -90,8 +92,7 @@ pub(super) fn check_turn(
     let has_history =
         has_finished_turns || (session.history.tokens > 0 && guards.is_on(Guard::DeltaOnly));
     check_route(claim.delta, has_history, route_turns, shim_trims)?;
-    // The client of such a delta believes that the session has no history. A full history is right
-    // in both cases.
+    // A delta that opens the session counts on an empty history. A full history counts on nothing.
     if has_finished_turns && claim.open && claim.delta {
         return Err(Error::HasHistory);
     }

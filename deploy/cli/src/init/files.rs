@@ -1,7 +1,7 @@
 //! Writes the files of a plan from their templates. Pure.
 //!
 //! One agent uses the unit `berth-agent` of the package, with a drop-in for what is particular on
-//! this host. Several agents are instances of a template, made from the same unit.
+//! this host. Several agents are instances of a template unit of systemd, made from the same unit.
 
 use minijinja::{Environment, Error, UndefinedBehavior, syntax::SyntaxConfig, value::Serde};
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ const UNIT: &str = include_str!("../../../systemd/berth-agent.service");
 /// With the sign `# `, a line has 100 columns.
 const COMMENT_COLUMNS: usize = 98;
 
-/// The templates, with what all of them may name.
+/// The templates, with the variables that all of them share.
 pub(super) struct Templates {
     environment: Environment<'static>,
     shared: Value,
@@ -99,7 +99,7 @@ impl Templates {
                 files.push(text_file(&format!("systemd/{}.d/init.conf", agent.unit), drop_in));
             }
             let Some(engine_unit) = &agent.engine_unit else { continue };
-            // One variable can't name the sockets of two agents.
+            // The drop-in sets the one variable that names an agent's socket to the shim.
             if agents.iter().filter(|it| it.engine_unit == agent.engine_unit).count() == 1 {
                 let drop_in = self.of_agent("engine.conf", agent);
                 files.push(text_file(&format!("systemd/{engine_unit}.d/berth.conf"), drop_in));
@@ -112,7 +112,7 @@ impl Templates {
         self.render(template, Some(("agent", json!(agent))))
     }
 
-    /// `own` is what this template may name besides.
+    /// `own` is one more variable, for this template alone.
     fn render(&self, template: &str, own: Option<(&str, Value)>) -> String {
         let mut values = self.shared.clone();
         if let Some((name, value)) = own {

@@ -1,6 +1,7 @@
 //! Records how many leading blocks of a run each worker has, for the tree of resident blocks.
 //!
-//! Here, a *holder* is a slot that has leading blocks of the run. Its *prefix length* is how many.
+//! A run is an unbranched part of the tree, and a slot a worker's number. A *holder* is a slot that
+//! has leading blocks of the run, and its *prefix length* is how many.
 //!
 //! Most runs have one to four holders, but a shared system prompt can be on all workers. So the
 //! representation depends on the number of holders.
@@ -157,9 +158,9 @@ impl WorkerSet {
         }
     }
 
-    /// Adds the blocks of this run to the depths that a look-up computes for a prompt. `depths` is
-    /// by slot: the leading blocks of the prompt that the slot has. The run begins after
-    /// `run_depth` blocks of the prompt, and its first `matched_len` blocks are in the prompt.
+    /// One step of a prompt's look-up. `depths[slot]` is how many leading blocks of the prompt the
+    /// slot has, as found so far. The run begins after `run_depth` blocks of the prompt, and its
+    /// first `matched_len` blocks are in the prompt.
     pub(super) fn add_depths(&self, run_depth: u32, matched_len: u16, depths: &mut [u32]) {
         let extend = |depth: &mut u32, prefix_len: u16| {
             let new_depth = run_depth + u32::from(prefix_len.min(matched_len));

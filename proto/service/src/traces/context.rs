@@ -9,7 +9,7 @@ pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// What other tracing systems add. It is passed on as it is.
 pub const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// What each system must be able to pass on. A longer one is passed on, but not exported.
+/// The standard wants a state of this length passed on. A longer one is too, but not exported.
 const STATE_BYTES_MAX: usize = 512;
 
 const SAMPLED: u128 = 1;

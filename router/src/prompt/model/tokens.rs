@@ -25,12 +25,12 @@ use crate::{
     shares::Share,
 };
 
-/// Per model. Holds conversations of 200 million tokens if a message has 200 tokens.
+/// Per model. Enough for 200 million tokens in all, if a message has 200.
 const SEGMENT_CACHE_BYTES_MAX: usize = 256 << 20;
 /// The most new bytes tokenized per prompt, which take about a second. The tokens of the text after
 /// them are estimated.
 const TOKENIZED_BYTES_MAX: usize = 2 << 20;
-/// Tokenized at once where tokens are only counted. This takes 5 MB of memory.
+/// The parts of a text whose tokens are only counted. Each takes 5 MB of memory.
 const PIECE_BYTES: usize = 16 << 10;
 /// An estimate, for text that isn't tokenized.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -113,8 +113,8 @@ impl Model {
         Some(ids)
     }
 
-    /// `true` only if that is certain. Tokenizes only as much as that needs, in pieces and without
-    /// the cache.
+    /// `false` if unknown. Tokenizes until the answer is known, in pieces and without the cache. A
+    /// cut through a word may add tokens, which the caller's margin covers.
     pub(in crate::prompt) fn has_more_tokens(
         &self,
         text_prompt: &TextPrompt<'_>,
@@ -173,8 +173,8 @@ impl Model {
         text_prompt: &TextPrompt<'_>,
     ) -> Option<Blocks> {
         let tokens_max = text_prompt.tokens_max;
-        // Each token stands for at most so many bytes, so the engine refuses a longer text. It is
-        // shorter than that if the tokenizer drops or replaces characters, which a margin covers.
+        // A token stands for at most `token_bytes_max` bytes, so the engine refuses a longer text.
+        // Twice that, because a tokenizer may drop or replace characters.
         let text_bytes_max = tokens_max.saturating_mul(2 * self.token_bytes_max as u64);
         if text.len() as u64 > text_bytes_max {
             return None;
@@ -255,9 +255,9 @@ fn add_missing_tokens(
     Ok(())
 }
 
-/// The tokens that the engine puts before every text. The config decides if it has `add_bos_token`
-/// or `add_eos_token`, or if the tokenizer has no post-processor. Otherwise they are what the
-/// tokenizer adds before a sample text.
+/// The tokens that the engine puts before every text. If the config has `add_bos_token` or
+/// `add_eos_token`, or the tokenizer no post-processor, the config says which. Otherwise they are
+/// what the tokenizer adds before a sample text.
 fn leading_tokens(
     tokenizer: &Tokenizer,
     config: &Value,
@@ -277,17 +277,16 @@ fn leading_tokens(
     Ok(sample_with_added[..sample_start.unwrap_or(0)].to_vec())
 }
 
-/// The tokenizer finds a mark wherever it stands, whatever surrounds it. The text before a mark has
-/// the same tokens with and without the mark. Only special tokens, and tokens that the template
-/// writes, are marks.
+/// Finds the tokens before which a text can be cut: the tokenizer finds them whatever surrounds
+/// them, and the text before them has the same tokens with and without them. Only special tokens,
+/// and tokens that the template writes, are taken.
 fn find_marks(
     tokenizer: &Tokenizer,
     template: &str,
     special_tokens: &[(&str, String)],
 ) -> Vec<String> {
     let added_tokens = tokenizer.get_added_tokens_decoder();
-    // Whether `other` contains the mark, or ends with the mark's beginning. Then the tokenizer may
-    // find `other` at a place that begins before the mark.
+    // Whether `other`, found at a place before the mark, could take some or all of it.
     let can_begin_before = |mark: &str, other: &str| {
         other != mark && other.contains(mark)
             || mark.char_indices().skip(1).any(|(prefix_bytes, _)| {

@@ -1,9 +1,9 @@
 //! Keeps pinned sessions from continuing KV of older weights, and holds turns back on request.
 //!
-//! The *weights epoch* counts the changes. A pinned session of an older epoch is closed, after a
-//! turn that is inside, and its next turn must send the full history. An unflushed radix tree may
-//! keep KV of older weights too, so no pinned incarnation begins before the next flush. Turns on
-//! the tree are left to the engine's own rules.
+//! The *weights epoch* counts the changes. A pinned session of an older epoch is closed, if one of
+//! its turns is inside the engine after that turn, and its next turn must send the full history. An
+//! unflushed radix tree may keep KV of older weights too, so no pinned incarnation begins before
+//! the next flush. Turns on the tree are left to the engine's own rules.
 
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ pub(super) struct WeightsState {
     counted: Option<u64>,
     /// Changes that the agent knows of and the shim's count doesn't show yet.
     uncounted: u64,
-    /// What the last agent process handed over of the shim's count.
+    /// The shim's count as the agent process before this one knew it.
     handed_count: Option<u64>,
 }
 
@@ -80,13 +80,13 @@ impl Table {
     }
 
     /// Holds back the turns that are not inside the engine, for example because it is paused. They
-    /// wait as for room, and are refused with the reason when they have waited too long. `None`
-    /// lets them go on.
+    /// wait in the queue like turns without room, and are refused with the reason after too long a
+    /// wait. `None` lets them go on.
     pub fn set_hold(&mut self, now: Instant, reason: Option<String>) {
         if self.weights.hold_reason == reason {
             return;
         }
-        // A paused engine may have been flushed while turns waited in it. They run now.
+        // Turns inside a paused engine, which may have been flushed meanwhile, run once it goes on.
         self.weights.may_hold_kv |= self.turns_inside() > 0;
         self.weights.hold_reason = reason;
         self.process_queue(now);
@@ -104,7 +104,7 @@ impl Table {
         self.begin_epoch(now, is_tree_stale);
     }
 
-    /// Others than the agent may have changed the weights.
+    /// Begins an epoch if the shim has counted changes that aren't the agent's.
     pub fn handle_weights_report(&mut self, now: Instant, report: WeightsReport) {
         let WeightsReport { changes, has_old_kv } = report;
         let is_first = self.weights.counted.is_none();
@@ -152,7 +152,7 @@ impl Table {
         self.weights = WeightsState { epoch, may_hold_kv, hold_reason, ..WeightsState::default() };
     }
 
-    /// A turn on its way to an engine that isn't held back may fill the pool at once.
+    /// Unless turns are inside an engine that runs, which may fill the pool again at once.
     fn note_empty_pool(&mut self) {
         self.weights.may_hold_kv = self.turns_inside() > 0 && self.weights.hold_reason.is_none();
     }

@@ -23,7 +23,7 @@ const PORTS_MAX: usize = 32;
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) engines: Vec<FoundEngine>,
-    /// What answered too and isn't among the engines, for the user.
+    /// For the user: what answered, and is no engine to serve.
     pub(super) passed_over: Vec<String>,
 }
 
@@ -78,7 +78,7 @@ async fn search(
     let mut refused = None;
     for port in &ports {
         let url = format!("http://127.0.0.1:{port}");
-        // Any user of this host may listen at a port, to be sent the key.
+        // Another user of this host could listen at a port to learn the key.
         let key = key.clone().filter(|_| listening.is_trusted(*port));
         match ask(target, url.clone(), key).await {
             Ok(engine) => found.engines.push(engine),
@@ -107,7 +107,8 @@ async fn search(
     Err(Error::NoEngine { asked: asked.join("; ") })
 }
 
-/// Where this host says which ports listen, others aren't asked, but for the first usual one.
+/// The ports of SGLang's processes, and the usual ones: if it is known which ports listen, only
+/// those of them, and the first.
 fn ports_to_ask(of_processes: &BTreeSet<u16>, listening: Option<&BTreeSet<u16>>) -> Vec<u16> {
     let usual = USUAL_PORTS.filter(|port| listening.is_none_or(|it| it.contains(port)));
     let mut ports: BTreeSet<u16> = usual.chain(of_processes.iter().copied()).collect();
