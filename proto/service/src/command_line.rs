@@ -9,7 +9,7 @@ use crate::settings::{EXIT_USAGE, Problems, to_toml};
 
 /// # Errors
 /// Returns what the process ends with: 64 if the command line is invalid, 0 if it asks for help.
-/// message is printed.
+/// The message is printed.
 pub fn parse<A: Parser>() -> Result<A, ExitCode> {
     A::try_parse().map_err(|error| {
         let _ = error.print();
@@ -29,7 +29,7 @@ pub fn read_settings<A: Parser, C: Serialize>(
     file_problems: fn(&C) -> Vec<String>,
 ) -> Result<C, ExitCode> {
     let wrong = |problems: &Problems| {
-        print_error(problems);
+        print_error(&format_args!("{}: {problems}", A::command().get_name()));
         ExitCode::from(EXIT_USAGE)
     };
     let args = parse()?;

@@ -235,6 +235,7 @@ async fn serve_stream(
             limits.metrics.count_closed(limits.name, CloseReason::HeaderLate);
         }
         Interruption::Evicted => {
+            open_requests.stop();
             http.as_mut().graceful_shutdown();
             // On timeout, the rest of the last answer is lost: its client doesn't read it.
             let _ = tokio::time::timeout(EVICTED_TIME_MAX, driver.run(http)).await;
