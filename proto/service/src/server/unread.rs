@@ -80,8 +80,8 @@ impl Requests {
         self.0.is_look_due.store(true, Ordering::Relaxed);
     }
 
-    /// Has bytes that nobody reads dropped for a short time only, and none after whole requests: the
-    /// connection must end now.
+    /// Has bytes that nobody reads dropped for a short time only, and none after whole requests,
+    /// because the connection must end.
     pub(super) fn stop(&self) {
         self.0.is_stopping.store(true, Ordering::Relaxed);
     }
