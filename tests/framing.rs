@@ -132,3 +132,21 @@ async fn no_framing_hides_a_request_in_another_one() {
     }
     assert_eq!(cluster.post("/generate", &[], &json!({})).await.status, 400);
 }
+
+#[tokio::test]
+async fn the_most_headers_that_a_router_takes_reach_the_engine() {
+    let cluster = Cluster::start(1, |_| {}).await.unwrap();
+    let long = "x".repeat(400);
+    let headers: String = (0..74).map(|number| format!("x-{number}: {long}\r\n")).collect();
+    let request = format!(
+        "POST /generate HTTP/1.1\r\nhost: localhost\r\nx-session-id: long\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n{headers}\r\n{BODY}",
+        BODY.len(),
+    );
+    let answers = exchange(&cluster, request.as_bytes()).await;
+    assert!(answers.starts_with("HTTP/1.1 200 "), "{answers}");
+    let too_many: String = (0..10).map(|number| format!("y-{number}: 1\r\n")).collect();
+    let request = request.replacen("x-0: ", &format!("{too_many}x-0: "), 1);
+    let answers = exchange(&cluster, request.as_bytes()).await;
+    assert!(answers.starts_with("HTTP/1.1 431 "), "{answers}");
+}

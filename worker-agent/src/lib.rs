@@ -275,8 +275,9 @@ fn limit_ports(config: &mut Config, registry: &mut Registrar<'_>) -> AgentPortLi
             (config.limits.turns_in_flight_max, config.limits.turns_queued_max);
         tracing::warn!(in_flight, queued, "few file descriptors, so fewer turns may run and wait");
     }
+    let data = PortLimits::data(&config.connections, turns_max(config), described_turns, &metrics);
     AgentPortLimits {
-        data: PortLimits::data(&config.connections, turns_max(config), described_turns, &metrics),
+        data: data.behind_routers(),
         admin: PortLimits::admin(&metrics),
         control_connections_max: plan.fleet.min(CONTROL_CONNECTIONS_MAX),
         metrics,

@@ -1,7 +1,7 @@
 //! The command `berth`: shows a fleet and operates it, for people and for their programs.
 //!
 //! It uses what every operator may use: the router's HTTP API, and the control ports of agents
-//! (gRPC). It shares no code with them but `contract` and `service`.
+//! (gRPC). It shares no code with them but `contract`, `blocks` and `service`.
 
 pub mod args;
 pub mod commands;

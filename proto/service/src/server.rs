@@ -69,8 +69,6 @@ use crate::{
     tls::server::{self as tls, ServerStream, ServerTls},
 };
 
-/// The most bytes of a request's line and headers. A request with more is answered with 431.
-pub const HEADER_BYTES_MAX: usize = 32 * 1024;
 /// Number of descriptors to keep for the admin port and for the reserves of both ports.
 pub const DESCRIPTORS_RESERVED: usize = ADMIN_CONNECTIONS_MAX + 2 * connections::RESERVE_PLACES;
 /// Time within which a new client must send its first request's header. On later requests of the
@@ -202,7 +200,8 @@ async fn serve_stream(
         .timer(TokioTimer::new())
         // Hyper counts the time from the end of the previous answer.
         .header_read_timeout(limits.keep_alive)
-        .max_buf_size(HEADER_BYTES_MAX)
+        .max_headers(limits.headers_max)
+        .max_buf_size(limits.header_bytes_max)
         .serve_connection(
             TokioIo::new(DrainedIo::new(stream, is_client_gone, open_requests.clone())),
             Watched::new(service_fn(move |request| handler.serve(request)), open_requests.clone()),

@@ -111,6 +111,12 @@ impl ClaimsTable {
             ));
             return problems;
         }
+        if self.store == StoreName::Redis && !cfg!(feature = "redis") {
+            problems.push(
+                "claims.store: this router was built without the feature redis; build it with it"
+                    .to_owned(),
+            );
+        }
         let mut has_tls = false;
         for url in &self.urls {
             let parsed: Option<Uri> = url.parse().ok();

@@ -1,6 +1,6 @@
 //! Runs the simulation for many seeds, then without each guard in turn: then a promise must break.
 //!
-//! `cargo test -p session-sim -- --seeds 4096`, `--seed 17 --trace`, `--guard Expiry`.
+//! `cargo test -p session-sim --test simulation -- --seeds 4096`, or `--seed 17 --trace`.
 
 #![expect(clippy::print_stdout, reason = "a test without the harness reports by itself")]
 

@@ -1,6 +1,6 @@
 //! Speaks ZeroMQ's wire protocol, over which the engine publishes KV events.
 //!
-//! The part of ZMTP 3.0 without security that the agent and `tests`' engine simulator need. A
+//! The part of ZMTP 3.0 without security that the agent and the engine simulator need. A
 //! [`Connection`] neither queues messages nor reconnects by itself, because the caller must know
 //! when it breaks. Sizes that the peer announces are bounded.
 

@@ -14,6 +14,14 @@ pub(super) const ADMIN_CONNECTIONS_MAX: usize = 64;
 pub const HEALTH_PATHS: [&str; 8] =
     ["/health", "/health_generate", "/ready", "/readiness", "/ping", "/live", "/liveness", "/"];
 
+/// The most bytes of a request's line and headers, and the most headers. A request with more is
+/// answered with 431.
+pub(super) const HEADER_BYTES_MAX: usize = 32 * 1024;
+const HEADERS_MAX: usize = 80;
+/// More than a router adds to what a client may send.
+const ROUTERS_HEADER_BYTES_MAX: usize = 16 * 1024;
+const ROUTERS_HEADERS_MAX: usize = 20;
+
 #[derive(Debug, Clone)]
 pub struct PortLimits {
     pub name: &'static str,
@@ -21,6 +29,8 @@ pub struct PortLimits {
     pub health_paths: &'static [&'static str],
     pub(super) connections_max: usize,
     pub(super) per_peer_max: usize,
+    pub(super) header_bytes_max: usize,
+    pub(super) headers_max: usize,
     pub(super) keep_alive: Duration,
     pub(super) drain_rate: DrainRate,
     pub(super) buffers: AnswerBuffers,
@@ -49,6 +59,8 @@ impl PortLimits {
             health_paths: &HEALTH_PATHS,
             connections_max,
             per_peer_max: if settings.per_peer_max > 0 { settings.per_peer_max } else { share },
+            header_bytes_max: HEADER_BYTES_MAX,
+            headers_max: HEADERS_MAX,
             keep_alive: settings.keep_alive(),
             drain_rate: DrainRate {
                 bytes_per_s_min: settings.drain_bytes_per_s_min,
@@ -56,6 +68,16 @@ impl PortLimits {
             },
             buffers,
             metrics: metrics.clone(),
+        }
+    }
+
+    /// Takes what any client may send to a router with what the router adds.
+    #[must_use]
+    pub fn behind_routers(self) -> Self {
+        Self {
+            header_bytes_max: self.header_bytes_max + ROUTERS_HEADER_BYTES_MAX,
+            headers_max: self.headers_max + ROUTERS_HEADERS_MAX,
+            ..self
         }
     }
 

@@ -377,7 +377,7 @@ mod tests {
     use super::HTTP2_BEGIN;
     use crate::{
         refusal::{Code, Refusal},
-        server::{ConnectionSettings, HEADER_BYTES_MAX, Metrics, PortLimits, serve},
+        server::{ConnectionSettings, Metrics, PortLimits, port_limits::HEADER_BYTES_MAX, serve},
         tasks::Tasks,
     };
 

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 
 use super::*;
 use crate::{
-    claims::{etcd::EtcdStore, redis::RedisStore},
+    claims::etcd::EtcdStore,
     config::claims::{ClaimsTable, StoreName},
 };
 
@@ -143,6 +143,7 @@ const NO_CLAIMS: [&str; 7] = [
     "7 x w0",
 ];
 
+#[cfg(feature = "redis")]
 /// Sends commands to a Redis server, and waits until it has answered all.
 fn command_redis(address: SocketAddr, commands: &[&[&str]]) {
     use std::io::{BufRead as _, BufReader, Write as _};
@@ -159,6 +160,7 @@ fn command_redis(address: SocketAddr, commands: &[&[&str]]) {
     }
 }
 
+#[cfg(feature = "redis")]
 #[tokio::test]
 async fn what_is_no_claim_in_redis_is_replaced() {
     let ([address, _], tasks) = (free_ports(), Tasks::default());
@@ -166,7 +168,7 @@ async fn what_is_no_claim_in_redis_is_replaced() {
     let flags = ["--bind", &host, "--save", "", "--port", &port];
     let Some(_server) = start("redis-server", &flags.map(str::to_owned)) else { return };
     let settings = settings(StoreName::Redis, format!("redis://{address}"));
-    let store = RedisStore::open(&settings, None, &tasks).unwrap();
+    let store = crate::claims::redis::RedisStore::open(&settings, None, &tasks).unwrap();
     ask(&store, request(0, "w0", None)).await;
     let name = format!("{}:claims:{}", settings.prefix, hex(ClaimKey([1; 16])));
     let poisoned = NO_CLAIMS.iter().map(|value| vec!["SET", &name, value]);
@@ -180,6 +182,7 @@ async fn what_is_no_claim_in_redis_is_replaced() {
     tasks.cancel();
 }
 
+#[cfg(feature = "redis")]
 #[tokio::test]
 async fn claims_in_redis_are_compare_and_set() {
     let ([address, _], tasks) = (free_ports(), Tasks::default());
@@ -187,7 +190,7 @@ async fn claims_in_redis_are_compare_and_set() {
     let flags = ["--bind", &host, "--save", "", "--port", &port];
     let Some(_server) = start("redis-server", &flags.map(str::to_owned)) else { return };
     let settings = settings(StoreName::Redis, format!("redis://{address}/3"));
-    check(Arc::new(RedisStore::open(&settings, None, &tasks).unwrap())).await;
+    check(Arc::new(crate::claims::redis::RedisStore::open(&settings, None, &tasks).unwrap())).await;
     tasks.cancel();
 }
 

@@ -1,6 +1,6 @@
 //! Tests of the table's promises, case by case.
 //!
-//! The simulation in the `tests` crate drives the table with random events, against an engine that
+//! The package `session-sim` drives the table with random events, against an engine that
 //! misbehaves.
 
 mod aborted;
