@@ -55,6 +55,9 @@ const UNCLAIMED_VALID: Duration = Duration::from_secs(3);
 pub enum SetupError {
     #[error("can't read a file named in [claims]")]
     File(#[from] std::io::Error),
+    /// The check of the settings says so before.
+    #[error("claims.store: this router was built without the feature {0}; build it with it")]
+    NotBuilt(&'static str),
     #[error("claims.urls: {0:?} is no URL of Redis; write redis://host:port/number")]
     Url(String),
 }
@@ -102,7 +105,7 @@ impl OpenStore {
                 (StoreKind::Memory, Box::new(MemoryStore(Mutex::new(table))))
             }
             #[cfg(not(feature = "redis"))]
-            StoreName::Redis => unreachable!("the settings were checked"),
+            StoreName::Redis => return Err(SetupError::NotBuilt("redis")),
             #[cfg(feature = "redis")]
             StoreName::Redis => {
                 (StoreKind::Redis, Box::new(RedisStore::open(settings, tls, tasks)?))
