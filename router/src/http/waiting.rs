@@ -28,8 +28,8 @@ use crate::turn::{
 };
 
 /// Limits an answer that is no stream: an engine's error of a few hundred bytes, or one JSON value,
-/// of an engine that doesn't stream on this route.
-const ANSWER_BYTES_MAX: usize = 4 << 20;
+/// of an engine that doesn't stream on this route. Of 4,096 turns that wait at once, 4 GiB.
+const ANSWER_BYTES_MAX: usize = 1 << 20;
 
 type RunningTurn = Pin<Box<dyn Future<Output = Result<Response, Refusal>> + Send>>;
 
@@ -98,7 +98,7 @@ async fn await_answer(turn: RunningTurn, form: ErrorForm) -> Rest {
         return Rest::Stream(body);
     }
     let Ok(body) = Limited::new(body, ANSWER_BYTES_MAX).collect().await else {
-        let why = "the engine's answer, which is no stream, broke off or exceeds 4 MiB; send it \
+        let why = "the engine's answer, which is no stream, broke off or exceeds 1 MiB; send it \
                    again without `stream`";
         let refusal = Refusal::new(Code::WorkerBrokeOff, why);
         let body = api.body(&refusal, &request_id);
@@ -253,7 +253,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_long_answer_that_is_no_stream_comes_whole_or_as_an_error() {
         for (bytes, begins) in
-            [(1 << 20, "data: \"xxx"), (5 << 20, "data: {\"error\":{\"code\":\"worker_broke_off\"")]
+            [(1 << 19, "data: \"xxx"), (1 << 21, "data: {\"error\":{\"code\":\"worker_broke_off\"")]
         {
             let (give, turn, form) = turn("/v1/chat/completions");
             let mut body = answer(turn, &stream_flag(), INTERVAL, form).await.into_body();
@@ -262,7 +262,7 @@ mod tests {
             give.send(Ok(Response::new(Body::from(value)))).unwrap();
             let events = next_data(&mut body).await.unwrap();
             assert!(events.starts_with(begins), "{}", &events[..80]);
-            assert_eq!(events.len() > bytes, bytes == 1 << 20);
+            assert_eq!(events.len() > bytes, bytes == 1 << 19);
         }
     }
 
