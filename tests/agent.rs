@@ -12,6 +12,7 @@ use harness::{
         Agent, Cluster, ClusterSettings, PATIENCE, agent_config, eventually, ready,
         text_turn as turn,
     },
+    envelope::{ENVELOPE, envelope_of},
     web::{Answer, Web},
 };
 use http::{Method, StatusCode};
@@ -34,16 +35,15 @@ async fn generate(cluster: &Cluster, claim: Option<&Value>, body: &Value) -> Ans
 
 /// Sends a request with the claim that a router would send.
 async fn post(cluster: &Cluster, path: &str, claim: Option<&Value>, body: &Value) -> Answer {
-    let claim = claim.map(Value::to_string);
+    let envelope = claim.map(envelope_of);
     let headers: Vec<(&str, &str)> =
-        claim.iter().map(|claim| ("x-berth-session", claim.as_str())).collect();
+        envelope.iter().map(|envelope| (ENVELOPE, envelope.as_str())).collect();
     cluster.post(path, &headers, body).await
 }
 
 /// Starts a streamed turn; returns the answer after its first event has arrived.
 async fn start_stream(cluster: &Cluster, claim: &Value, body: Value) -> http::Response<Incoming> {
-    let claim = claim.to_string();
-    cluster.stream("/generate", &[("x-berth-session", &claim)], body).await
+    cluster.stream("/generate", &[(ENVELOPE, &envelope_of(claim))], body).await
 }
 
 fn claim(id: &str) -> Value {
@@ -62,6 +62,24 @@ fn streamed(text: &str, tokens: u32) -> Value {
     let mut body = turn(text, tokens);
     body["stream"] = true.into();
     body
+}
+
+#[tokio::test]
+async fn a_turn_that_was_aborted_before_it_came_does_not_run() {
+    let cluster = start(|_| {}).await;
+    let id = "00000000000000ff";
+    let abort = json!({"principal": "p", "rids": ["r"], "unanswered": [id]});
+    let told = cluster.post("/berth/abort", &[], &abort).await;
+    assert_eq!(told.status, StatusCode::NO_CONTENT, "{}", told.text());
+    let of_turn = |id: &str| json!({"principal": "p", "turn": id}).to_string();
+    let mut body = turn("hello", 4);
+    body["rid"] = "r".into();
+    let late = cluster.post("/generate", &[(ENVELOPE, &of_turn(id))], &body).await;
+    assert_eq!(late.meta_value("finish_reason")["type"], "abort", "{}", late.text());
+    assert_eq!(cluster.turns_seen("/generate"), [0], "the engine has not seen it");
+    // Another turn by the same name was not meant.
+    let next = cluster.post("/generate", &[(ENVELOPE, &of_turn("0000000000000100"))], &body).await;
+    assert_eq!(next.meta_value("finish_reason")["type"], "length", "{}", next.text());
 }
 
 /// An agent that demands no proof serves every process of its host. A page that somebody on the
@@ -209,8 +227,8 @@ async fn the_turn_of_a_vanished_client_without_streaming_is_aborted_too() {
     let cluster = start(slow).await;
     generate(&cluster, Some(&pinned("s")), &turn("hello there", 2)).await;
     let url = cluster.agent().url("/generate");
-    let claim = delta("s").to_string();
-    let headers = [("content-type", "application/json"), ("x-berth-session", claim.as_str())];
+    let envelope = envelope_of(&delta("s"));
+    let headers = [("content-type", "application/json"), (ENVELOPE, envelope.as_str())];
     let body = turn(" you", 500).to_string();
     let answer = cluster.web.send(Method::POST, &url, &headers, body);
     let running = eventually("the turn inside the engine", || async {
@@ -728,8 +746,7 @@ async fn the_next_agent_closes_the_sessions_of_a_killed_one() {
             runtime.block_on(async {
                 let agent = Agent::start(config.clone()).unwrap();
                 ready(&web, agent.admin).await;
-                let claim = pinned("s").to_string();
-                let headers = [("x-berth-session", claim.as_str())];
+                let headers = [(ENVELOPE, &*envelope_of(&pinned("s")))];
                 let answer = web.post(&agent.url("/generate"), &headers, &turn("hello", 2)).await;
                 assert_eq!(answer.unwrap().status, StatusCode::OK);
                 let second = Agent::start(config).unwrap().stop().await.unwrap_err();
@@ -781,7 +798,7 @@ async fn a_client_that_pins_all_that_it_can_leaves_rows_to_others_and_takes_no_m
     cluster.slow_down(0.1).await;
     let mut streams = vec![];
     for _ in 0..16 {
-        let headers = [("x-berth-principal", "other")];
+        let headers = [(ENVELOPE, r#"{"principal":"other"}"#)];
         streams.push(cluster.stream("/generate", &headers, turn("hello there", 400)).await);
     }
     let facts = cluster.engine().pool(0).await.unwrap();

@@ -129,6 +129,7 @@ async fn nobody_gets_in_without_a_key() {
             (Method::POST, "/v1/sessions"),
             (Method::DELETE, "/v1/sessions/s"),
             (Method::POST, "/v1/sessions/s/demote"),
+            (Method::POST, "/v1/sessions/s/prefetch"),
             (Method::POST, "/close_session"),
             (Method::GET, "/v1/workers"),
             (Method::GET, "/no/such/route"),
@@ -210,8 +211,9 @@ async fn a_session_is_unknown_to_other_keys() {
         assert_eq!(ask(&cluster, method, path, &[other]).await.0, 404, "{other:?}");
     }
     for other in [BOB, OPS] {
-        let path = "/v1/sessions/s/demote";
-        assert_eq!(ask(&cluster, Method::POST, path, &[other]).await.0, 404, "{other:?}");
+        for path in ["/v1/sessions/s/demote", "/v1/sessions/s/prefetch"] {
+            assert_eq!(ask(&cluster, Method::POST, path, &[other]).await.0, 404, "{other:?}");
+        }
     }
     // The same key in any form is the same owner.
     for mine in

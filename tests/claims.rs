@@ -3,7 +3,10 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it unwraps")]
 
 use contract::v1::{self, worker_agent_client::WorkerAgentClient};
-use harness::cluster::{Cluster, ClusterSettings, eventually, text_turn};
+use harness::{
+    cluster::{Cluster, ClusterSettings, eventually, text_turn},
+    envelope::{ENVELOPE, envelope_of},
+};
 use tonic::{Code, transport::Channel};
 
 type Client = WorkerAgentClient<Channel>;
@@ -59,8 +62,8 @@ async fn an_agent_says_which_of_two_opens_began_the_session_and_when() {
 #[tokio::test]
 async fn a_session_with_a_turn_is_not_closed_by_a_close_for_idle_ones() {
     let (cluster, mut client) = worker().await;
-    let claim = serde_json::json!({"principal": "anonymous", "id": "s"}).to_string();
-    let headers = [("x-berth-session", claim.as_str())];
+    let claim = serde_json::json!({"principal": "anonymous", "id": "s"});
+    let headers = [(ENVELOPE, &*envelope_of(&claim))];
     let stream = cluster.stream("/generate", &headers, text_turn("hello", 500)).await;
     let request = v1::CloseSessionRequest { key: key("s"), only_if_idle: true };
     let refused = client.close_session(request.clone()).await.unwrap_err();

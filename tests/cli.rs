@@ -75,6 +75,9 @@ async fn a_session_is_shown_and_closed_and_then_unknown() {
     let refused = berth.run(&["session", "demote", id]).await.unwrap();
     assert_eq!(refused.status, 1, "{refused:?}");
     assert!(refused.err.contains("shim is not connected"), "this engine has none: {refused:?}");
+    let prefetched = berth.run(&["session", "prefetch", id]).await.unwrap();
+    assert_eq!(prefetched.status, 0, "{prefetched:?}");
+    assert!(prefetched.out.contains("nothing to load"), "it is pinned: {prefetched:?}");
     let closed = berth.run(&["session", "close", id]).await.unwrap();
     assert_eq!(closed.status, 0, "{closed:?}");
     cluster.nothing_held().await;

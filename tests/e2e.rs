@@ -11,6 +11,7 @@ use harness::{
         Agent, Cluster, ClusterSettings, PATIENCE, Router, agent_config, eventually, router_config,
         text_turn as turn,
     },
+    envelope::ENVELOPE,
     trace_path,
     web::{Answer, Web},
 };
@@ -266,8 +267,7 @@ async fn owned_keys_are_the_agent_s_however_they_are_written() {
     let headers = [
         ("content-type", "application/json"),
         ("x-berth-session-id", "s"),
-        ("x-berth-session", r#"{"principal":"evil","id":"evil"}"#),
-        ("x-berth-rank", "7"),
+        (ENVELOPE, r#"{"principal":"evil","session":{"id":"evil"},"rank":7}"#),
         ("x-data-parallel-rank", "7"),
     ];
     let answer = cluster.request(Method::POST, "/generate", &headers, body).await;

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use contract::v1;
 use harness::{
     cluster::{Cluster, ClusterSettings, eventually, text_turn},
+    envelope::{ENVELOPE, envelope_of},
     keys::KeyFixture,
 };
 use serde_json::{Value, json};
@@ -30,7 +31,7 @@ impl SlowClient {
     /// turn is claimed, or else with the refusal.
     async fn claim_turn(cluster: &Cluster, claim: Option<&Value>) -> Result<Self, String> {
         let body = text_turn(" you", 1).to_string();
-        let session = claim.map(|claim| format!("x-berth-session: {claim}\r\n"));
+        let session = claim.map(|claim| format!("{ENVELOPE}: {}\r\n", envelope_of(claim)));
         let head = format!(
             "POST /generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n\
              content-type: application/json\r\nexpect: 100-continue\r\n{}\r\n",
@@ -66,7 +67,7 @@ impl SlowClient {
 async fn start_with_session() -> Cluster {
     let cluster = start(|settings| settings.agent.sessions.turns_queued_per_session_max = 1).await;
     let opens = json!({"principal": "p", "id": "s", "retention": "pinned", "open": true});
-    let headers = [("x-berth-session", &*opens.to_string())];
+    let headers = [(ENVELOPE, &*envelope_of(&opens))];
     cluster.turn("/generate", &headers, &text_turn("hello there", 1)).await;
     cluster
 }
@@ -143,8 +144,8 @@ async fn a_turn_that_waits_while_its_engine_ends_is_refused_and_may_be_sent_agai
     let cluster = start_with_session().await;
     // The agent must have this turn's body before the next turn may run.
     let _first = SlowClient::claim_turn(&cluster, Some(&delta())).await.unwrap();
-    let (session, body) = (delta().to_string(), text_turn(" me", 1));
-    let headers = [("x-berth-session", session.as_str())];
+    let (session, body) = (envelope_of(&delta()), text_turn(" me", 1));
+    let headers = [(ENVELOPE, session.as_str())];
     let mut second = std::pin::pin!(cluster.post("/generate", &headers, &body));
     let waiting = eventually("a waiting turn", || async {
         let line = "berth_agent_turns_queued{dp_rank=\"0\"} 1\n";

@@ -14,10 +14,13 @@ use blocks::{
 use contract::v1::{self, worker_agent_client::WorkerAgentClient};
 use engine_sim::{
     Config,
-    kv::{Fault, KvEvent, KvEventsConfig, Stored},
+    kv::{Fault, KvEvent, KvEventsConfig, Medium, Stored},
     request::Space,
 };
-use harness::cluster::{Agent, Cluster, PATIENCE, agent_config, eventually, ids_turn, ready};
+use harness::{
+    cluster::{Agent, Cluster, PATIENCE, agent_config, eventually, ids_turn, ready},
+    envelope::ENVELOPE,
+};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use tonic::{
@@ -192,7 +195,7 @@ async fn blocks_are_reported_with_their_rank() {
     let mut client = cluster.agent().control_client().await.unwrap();
     let mut events = client.watch_kv(v1::WatchKvRequest {}).await.unwrap().into_inner();
     for rank in [1, 0] {
-        let headers = [("x-berth-rank", ["0", "1"][rank])];
+        let headers = [(ENVELOPE, [r#"{"rank":0}"#, r#"{"rank":1}"#][rank])];
         cluster.turn("/generate", &headers, &ids_turn(&prompt(0), 1)).await;
         let stored = async {
             loop {
@@ -302,7 +305,15 @@ fn chain(number: u32, pages: usize) -> Stored {
         i64::from_be_bytes(*digest.first_chunk().unwrap())
     });
     let (hashes, space) = (hashes.collect(), Space::default());
-    Stored { hashes, parent: None, tokens, block_size: 64, space, session_id: None }
+    Stored {
+        hashes,
+        parent: None,
+        tokens,
+        block_size: 64,
+        space,
+        session_id: None,
+        medium: Medium::Device,
+    }
 }
 
 /// Blocks of a large cache: two megabytes of hashes. This is twice what is in transit to a watcher
@@ -357,7 +368,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_only_it_is_disconn
     fast.changes = 0;
     let first = chain(0, CHAIN as usize);
     let (last, parent) = (first.hashes[CHAIN as usize - 1], first.hashes[CHAIN as usize - 2]);
-    let removed = KvEvent::Removed { hashes: vec![last], extra_key: None };
+    let removed = KvEvent::Removed { hashes: vec![last], extra_key: None, medium: Medium::Device };
     let stored = Stored { hashes: vec![last], parent: Some(parent), ..chain(0, 1) };
     let pair = [removed, KvEvent::Stored(stored)];
     let batch: Vec<KvEvent> = std::iter::repeat_n(pair, CHANGES / 2).flatten().collect();

@@ -9,6 +9,7 @@ use std::{net::SocketAddr, sync::Arc};
 use engine_sim::{Config, EngineSim, loopback::own_addr, shim::SimShim};
 use harness::{
     cluster::{Cluster, Router, eventually, ready, router_config, text_turn as turn},
+    envelope::{ENVELOPE, envelope_of},
     process::{AgentPlace, SpawnedAgent},
     web::{Answer, Web},
 };
@@ -35,9 +36,9 @@ fn pinned(id: &str) -> Value {
 
 /// Sends a turn with the claim that a router would send.
 async fn generate(web: &Web, place: &AgentPlace, claim: Option<&Value>, body: &Value) -> Answer {
-    let claim = claim.map(Value::to_string);
+    let envelope = claim.map(envelope_of);
     let headers: Vec<(&str, &str)> =
-        claim.iter().map(|claim| ("x-berth-session", claim.as_str())).collect();
+        envelope.iter().map(|envelope| (ENVELOPE, envelope.as_str())).collect();
     web.post(&place.url("/generate"), &headers, body).await.unwrap()
 }
 
@@ -227,7 +228,11 @@ impl Upgrade {
     }
 
     async fn start(&self) -> SpawnedAgent {
-        let agent = self.place.start("", &["--handover"]).unwrap();
+        self.start_with("").await
+    }
+
+    async fn start_with(&self, settings: &str) -> SpawnedAgent {
+        let agent = self.place.start(settings, &["--handover"]).unwrap();
         ready(&self.web, self.place.admin).await;
         agent
     }
@@ -281,13 +286,14 @@ async fn a_planned_restart_keeps_more_sessions_than_one_frame_of_the_shim_has() 
     config.core.max_running_requests = 2048;
     config.core.max_total_tokens = 64 * 1024;
     let upgrade = Upgrade::with(start_engine_with(config, own_addr()).await);
-    let agent = upgrade.start().await;
+    // A simulator that checks its invariants over so many sessions is slow on a busy machine.
+    let agent = upgrade.start_with("silent_ms_max = 60000\n").await;
     for number in 0..SESSIONS {
         let first = upgrade.turn(&pinned(&format!("s{number}")), "abc").await;
         assert_eq!(first.status, StatusCode::OK, "{number}: {}", first.text());
     }
     assert!(agent.terminate().unwrap().success());
-    let _agent = upgrade.start().await;
+    let _agent = upgrade.start_with("silent_ms_max = 60000\n").await;
     for number in 0..SESSIONS {
         let second = upgrade.turn(&delta(&format!("s{number}")), "de").await;
         assert_eq!(second.status, StatusCode::OK, "{number}: {}", second.text());

@@ -13,6 +13,7 @@ use std::{
 
 use harness::{
     cluster::{Agent, Cluster, agent_config, eventually, ids_turn, ready, text_turn},
+    envelope::{ENVELOPE, envelope_of},
     web::{Answer, Web},
 };
 use http::StatusCode;
@@ -56,9 +57,9 @@ fn assert_refused_for_now(answer: &Answer, code: &str) {
 #[tokio::test]
 async fn a_hung_scheduler_refuses_what_was_not_sent_and_running_turns_go_on() {
     let cluster = start().await;
-    let opens =
-        json!({"principal": "p", "id": "s", "retention": "pinned", "open": true}).to_string();
-    cluster.turn("/generate", &[("x-berth-session", &opens)], &text_turn("a", 1)).await;
+    let opens = json!({"principal": "p", "id": "s", "retention": "pinned", "open": true});
+    let opens = [(ENVELOPE, &*envelope_of(&opens))];
+    cluster.turn("/generate", &opens, &text_turn("a", 1)).await;
     let mut running = cluster.stream("/generate", &[], text_turn("hello there", 60)).await;
     post(&cluster, "/hang", &json!({"hung": true})).await;
     let reason = unready(&cluster.web, cluster.agent()).await;
@@ -72,8 +73,8 @@ async fn a_hung_scheduler_refuses_what_was_not_sent_and_running_turns_go_on() {
     assert!(rest.ends_with(b"data: [DONE]\n\n"), "the turn that ran before");
     ready(&cluster.web, cluster.agent().admin).await;
     cluster.turn("/generate", &[], &ids_turn(&[1, 2], 1)).await;
-    let delta = json!({"principal": "p", "id": "s", "delta": true}).to_string();
-    let turn = [("x-berth-session", delta.as_str())];
+    let delta = json!({"principal": "p", "id": "s", "delta": true});
+    let turn = [(ENVELOPE, &*envelope_of(&delta))];
     let kept = cluster.turn("/generate", &turn, &text_turn("b", 1)).await;
     assert_ne!(kept.meta("cached_tokens"), Some(0), "the pinned session is still there");
 }

@@ -9,6 +9,7 @@ use contract::staged_prefill::{PATH, encode};
 use engine_sim::{core::CoreConfig, kv::KvEventsConfig};
 use harness::{
     cluster::{Cluster, eventually, ids_turn},
+    envelope::ENVELOPE,
     web::{Answer, Headers},
 };
 use http::Method;
@@ -181,9 +182,12 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
     let unusable = (400, "staged_prefill".to_owned());
     let ids = encode(&prompt(1, 9_000));
     assert_eq!(refused(&[], ids.slice(1..)).await, unusable);
-    assert_eq!(refused(&[("x-berth-resident-tokens", "many")], ids.clone()).await, unusable);
+    assert_eq!(
+        refused(&[(ENVELOPE, r#"{"resident_tokens":"many"}"#)], ids.clone()).await,
+        unusable
+    );
     let no_rank = (400, "no_rank".to_owned());
-    assert_eq!(refused(&[("x-berth-rank", "1")], ids.clone()).await, no_rank);
+    assert_eq!(refused(&[(ENVELOPE, r#"{"rank":1}"#)], ids.clone()).await, no_rank);
     let outside = encode(&[vec![320], vec![0; 9_000]].concat());
     let code = "token_out_of_vocabulary".to_owned();
     assert_eq!(refused(&[], outside).await, (400, code));
@@ -193,7 +197,7 @@ async fn an_agent_takes_prompts_that_its_engine_can_compute_and_no_others() {
 
     // Short prompts, and tokens that the router reports as resident, need no stage.
     assert_eq!(stage(&cluster, &[], encode(&prompt(1, 200))).await.status, 204);
-    let headers = [("x-berth-resident-tokens", "8900")];
+    let headers = [(ENVELOPE, r#"{"resident_tokens":8900}"#)];
     assert_eq!(stage(&cluster, &headers, ids.clone()).await.status, 204);
     assert!(prompts_seen(&cluster).is_empty());
     assert_eq!(stage(&cluster, &[], ids.clone()).await.status, 204);

@@ -20,6 +20,7 @@ mod engine_sim;
 mod framing;
 mod gpu;
 mod hints;
+mod host_tier;
 mod init;
 mod kv_events;
 mod ports;

@@ -14,7 +14,7 @@ use blocks::index::{Index, Overlap};
 use contract::{
     id::{Digest, SessionKey},
     load::{
-        Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
+        Description, EngineFacts, Figure, HostTier, LoadReport, Rank, RankLoad, Retention, Session,
         SessionState, Source, StagedPrefill, Weights,
     },
 };
@@ -24,7 +24,7 @@ use router::{
     fleet::{
         snapshot::Snapshot,
         state::{State, Update},
-        worker::WorkerRef,
+        worker::{AgentKey, WorkerRef},
     },
     placement::{PairUse, PlacementRequest, Sticky, place, place_without_prompt},
     residency::PromptOverlap,
@@ -75,7 +75,7 @@ fn description(agent: usize) -> Description {
 }
 
 /// Returns a report with some load, which differs between workers.
-fn report(agent: usize) -> LoadReport {
+fn report(agent: usize, host: Option<HostTier>) -> LoadReport {
     let rank = RankLoad {
         dp_rank: 0,
         turns_running: u32::try_from(agent % 7).expect("a remainder of 7 fits in u32"),
@@ -102,6 +102,7 @@ fn report(agent: usize) -> LoadReport {
             prompts: 2,
             stage_tokens: 8_000,
         }),
+        host,
     };
     LoadReport {
         interval: Duration::from_millis(500),
@@ -132,16 +133,16 @@ fn session(agent: usize, number: usize) -> Session {
     }
 }
 
-fn fleet(workers: usize, now: Instant) -> Snapshot {
+fn fleet(workers: usize, host: Option<HostTier>, now: Instant) -> Snapshot {
     let workers_named = (0..workers).map(|agent| format!("http://host{agent}:1")).collect();
     let mut state = State::new(&Config { workers: workers_named, ..Config::default() });
     for agent in 0..workers {
         let sessions = (0..SESSIONS_PER_WORKER).map(|number| session(agent, number)).collect();
         let began = Update::StreamBegan { description: description(agent), sessions };
-        state.apply(agent, began, now);
-        state.apply(agent, Update::Report(report(agent)), now);
+        state.apply(AgentKey::first(agent), began, now);
+        state.apply(AgentKey::first(agent), Update::Report(report(agent, host)), now);
     }
-    state.apply(0, Update::Report(report(0)), now + Duration::from_secs(1));
+    state.apply(AgentKey::first(0), Update::Report(report(0, host)), now + Duration::from_secs(1));
     state.snapshot()
 }
 
@@ -153,11 +154,19 @@ fn chain(session: u64) -> Vec<BlockHash> {
     (0..BLOCKS).scan(BlockHash(7), next).collect()
 }
 
-fn filled(workers: usize) -> Index {
+/// With a host tier, the device has only the system prompt, and the host all.
+fn filled(workers: usize, has_host: bool) -> Index {
     let mut index = Index::new(usize::MAX);
     for agent in 0..workers {
-        let number = WorkerRef { agent, dp_rank: 0 }.number().expect("rank 0 has a number");
-        index.store(number, Tier::Device, None, &chain(agent as u64));
+        let number = WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }
+            .number()
+            .expect("rank 0 has a number");
+        let chain = chain(agent as u64);
+        let device_blocks = if has_host { SYSTEM_BLOCKS } else { BLOCKS };
+        index.store(number, Tier::Device, None, &chain[..device_blocks]);
+        if has_host {
+            index.store(number, Tier::Host, None, &chain);
+        }
     }
     index
 }
@@ -181,12 +190,23 @@ fn request(digest: u64) -> PlacementRequest<'static> {
 fn placement(criterion: &mut Criterion) {
     let now = service::clock::now();
     let mut group = criterion.benchmark_group("placement");
-    for workers in [8, 32, 128, 1024] {
-        let (view, index) = (fleet(workers, now), filled(workers));
+    let host = HostTier {
+        total_tokens: figure(2_000_000),
+        used_tokens: figure(1_500_000),
+        load_tokens_per_s: figure(250_000),
+        ..HostTier::default()
+    };
+    let sizes = [8, 32, 128, 1024];
+    for (workers, host, name) in sizes
+        .map(|workers| (workers, None, "newcomer"))
+        .into_iter()
+        .chain(sizes.map(|workers| (workers, Some(host), "newcomer, host tier")))
+    {
+        let (view, index) = (fleet(workers, host, now), filled(workers, host.is_some()));
         let chains: Vec<_> = (0..workers as u64).map(chain).collect();
         let mut overlap = Overlap::default();
         let mut at = 0;
-        group.bench_function(BenchmarkId::new("newcomer", workers), |bencher| {
+        group.bench_function(BenchmarkId::new(name, workers), |bencher| {
             bencher.iter(|| {
                 at = (at + 1) % workers;
                 index.look_up(black_box(&chains[at]), &mut overlap);
@@ -199,10 +219,14 @@ fn placement(criterion: &mut Criterion) {
                 place(&ask, &view, now).expect("there are workers")
             });
         });
+        if host.is_some() {
+            // A session that stays is placed without its prompt.
+            continue;
+        }
         group.bench_function(BenchmarkId::new("stays", workers), |bencher| {
             bencher.iter(|| {
                 at = (at + 1) % workers;
-                let worker = WorkerRef { agent: at, dp_rank: 0 };
+                let worker = WorkerRef { agent: AgentKey::first(at), dp_rank: 0 };
                 let sticky = Some(Sticky {
                     last_turn_ended: Some(now),
                     new_tokens: Some(4_000),

@@ -1,7 +1,10 @@
 //! Starts the tasks that follow each agent when it joins the fleet, and stops them when it ends.
 //!
-//! The fleet's `slot_keeper` says when. A slot goes to another agent only when no table of the
-//! router refers to it any more.
+//! `steps` says when. An agent's slot goes to another agent after its tasks have ended and the
+//! tables by slot that they wrote are clear. All else names the agent by its key, and so needs no
+//! clearing: it is a turn's, which ends, or in a table with a bound, which drops it in time.
+
+mod steps;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -9,23 +12,21 @@ use service::{clock::now, log::describe_error, tasks::Tasks};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{info, warn};
 
+use self::steps::{Step, Steps};
 use crate::{
     fleet::{
         connect::LoadWatcher,
         control::{ControlClient, ControlClients},
         dial::{AgentCredentials, AgentDialer},
-        slot_keeper::{SlotKeeper, Step},
         snapshot::Snapshot,
         state::Update,
         view::{UpdateSender, View},
+        worker::AgentKey,
     },
     residency::kv_index::KvWatcher,
     turn::{liveness, shared::Shared},
 };
 
-/// How often slots are looked at to which something still refers. A turn may run for minutes, and
-/// no other agent waits for the slot unless a thousand slots are in use.
-const REFERENCES_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Any long time will do: every change of members wakes the loop.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(3600);
 
@@ -46,9 +47,8 @@ pub(crate) struct AgentTasks {
     control_clients: Arc<ControlClients>,
     updates: UpdateSender,
     tasks: Tasks,
-    keeper: SlotKeeper,
-    /// The tasks by slot.
-    running: BTreeMap<usize, RunningTasks>,
+    steps: Steps,
+    running: BTreeMap<AgentKey, RunningTasks>,
 }
 
 #[derive(Debug)]
@@ -66,8 +66,8 @@ impl AgentTasks {
         updates: UpdateSender,
         tasks: Tasks,
     ) -> Self {
-        let (keeper, running) = (SlotKeeper::default(), BTreeMap::new());
-        Self { settings, view, shared, control_clients, updates, tasks, keeper, running }
+        let (steps, running) = (Steps::default(), BTreeMap::new());
+        Self { settings, view, shared, control_clients, updates, tasks, steps, running }
     }
 
     pub(crate) async fn run(mut self) {
@@ -83,36 +83,30 @@ impl AgentTasks {
         loop {
             let view = self.view.load();
             let version = view.members_version();
-            let steps = self.keeper.next_steps(&view);
-            // The snapshot counts as a reference to the slots of its agents.
+            let steps = self.steps.next(&view);
             drop(view);
             for step in steps {
                 match step {
-                    Step::Start { slot, control_url } => self.start(slot, &control_url).await,
-                    Step::Stop { slot } => self.stop(slot),
-                    Step::RemoveReferences { slot } => self.remove_references(slot).await,
+                    Step::Start { agent, control_url } => self.start(agent, &control_url).await,
+                    Step::Stop { agent } => self.stop(agent),
                 }
             }
-            let interval = match self.keeper.has_ended_slots() {
-                true => REFERENCES_CHECK_INTERVAL,
-                false => IDLE_CHECK_INTERVAL,
-            };
             let is_new = |view: &Snapshot| view.members_version() != version;
-            drop(self.view.wait_for(now() + interval, is_new).await);
+            drop(self.view.wait_for(now() + IDLE_CHECK_INTERVAL, is_new).await);
         }
     }
 
-    async fn start(&mut self, slot: usize, control_url: &str) {
+    async fn start(&mut self, agent: AgentKey, control_url: &str) {
         let FollowSettings { connect_max, sessions_max, ref credentials } = self.settings;
         let running =
             RunningTasks { token: self.tasks.token().child_token(), tracker: TaskTracker::new() };
         match AgentDialer::new(control_url, credentials, connect_max) {
             Ok(dialer) => {
                 info!(control = control_url, "agent joins");
-                self.control_clients.insert(slot, ControlClient::new(&dialer));
-                self.shared.upstream.set_signer(slot, dialer.signer().cloned());
+                self.control_clients.insert(agent, ControlClient::new(&dialer));
+                self.shared.upstream.set_signer(agent, dialer.signer().cloned());
                 let load_watcher = LoadWatcher {
-                    agent_index: slot,
+                    agent,
                     dialer: dialer.clone(),
                     connect_max,
                     sessions_max,
@@ -120,10 +114,10 @@ impl AgentTasks {
                     view: Arc::clone(&self.view),
                 };
                 let kv_index = Arc::clone(&self.shared.kv_index);
-                let kv_watcher = KvWatcher { agent: slot, dialer, connect_max, kv_index };
+                let kv_watcher = KvWatcher { agent, dialer, connect_max, kv_index };
                 let directory = Arc::clone(&self.shared.directory);
                 let upstream = Arc::clone(&self.shared.upstream);
-                let liveness = liveness::run(slot, directory, upstream, running.token.clone());
+                let liveness = liveness::run(agent, directory, upstream, running.token.clone());
                 self.spawn(&running, load_watcher.run(running.token.clone()));
                 self.spawn(&running, kv_watcher.run(running.token.clone()));
                 self.spawn(&running, liveness);
@@ -132,10 +126,10 @@ impl AgentTasks {
             Err(error) => {
                 let why = describe_error(&error);
                 warn!(control = control_url, why, "the agent's address can't be used");
-                drop(self.updates.send((slot, Update::AgentLost(why), now())).await);
+                drop(self.updates.send((agent, Update::AgentLost(why), now())).await);
             }
         }
-        self.running.insert(slot, running);
+        self.running.insert(agent, running);
     }
 
     fn spawn(&self, running: &RunningTasks, task: impl Future<Output = ()> + Send + 'static) {
@@ -143,29 +137,19 @@ impl AgentTasks {
     }
 
     /// The view task hears of the end of the tasks after all their updates.
-    fn stop(&mut self, slot: usize) {
-        self.control_clients.remove(slot);
-        let running = self.running.remove(&slot);
-        let updates = self.updates.clone();
+    fn stop(&mut self, agent: AgentKey) {
+        self.control_clients.remove(agent);
+        let running = self.running.remove(&agent);
+        let (updates, shared) = (self.updates.clone(), Arc::clone(&self.shared));
         self.tasks.spawn(async move {
             if let Some(RunningTasks { token, tracker }) = running {
                 token.cancel();
                 tracker.close();
                 tracker.wait().await;
             }
-            drop(updates.send((slot, Update::TasksEnded, now())).await);
+            shared.block_locator.end_agent(agent);
+            drop(updates.send((agent, Update::TasksEnded, now())).await);
         });
-    }
-
-    async fn remove_references(&mut self, slot: usize) {
-        self.shared.kv_index.forget_agent(slot);
-        self.shared.upstream.pulses().set_silent(slot, false);
-        self.shared.upstream.set_signer(slot, None);
-        let is_unbound = self.shared.directory.forget_agent(slot);
-        if self.shared.placer.forget_agent(slot) && is_unbound {
-            self.keeper.release(slot);
-            drop(self.updates.send((slot, Update::Unreferenced, now())).await);
-        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! Each decision reads one snapshot. This folder chooses no workers and sends no turns.
 
 pub mod agent;
+pub(crate) mod by_slot;
 pub(crate) mod collector;
 pub(crate) mod connect;
 pub(crate) mod control;
@@ -15,7 +16,6 @@ pub mod pairing;
 mod prefill_rates;
 pub mod reuse_forecast;
 pub mod sessions;
-pub mod slot_keeper;
 pub mod snapshot;
 pub mod state;
 #[cfg(test)]

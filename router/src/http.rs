@@ -15,9 +15,9 @@ mod page;
 mod pages;
 mod placements;
 mod prepare;
+mod recent_turns;
 mod responses;
 mod sessions;
-mod turns;
 mod waiting;
 mod workers;
 
@@ -45,8 +45,9 @@ use crate::{
     turn::{
         self,
         access_log::AccessEntry,
+        arrival::{Arrival, TurnFlags, sharer},
         error::Limit,
-        shared::{Shared, TurnFlags},
+        shared::Shared,
         spans,
     },
 };
@@ -86,6 +87,7 @@ pub(crate) fn build_routes(shared: Arc<Shared>, listen: &ListenTable) -> Router 
         .route("/v1/sessions", get(sessions::list).post(sessions::open))
         .route("/v1/sessions/{id}", get(sessions::show).delete(sessions::close))
         .route("/v1/sessions/{id}/demote", post(sessions::demote))
+        .route("/v1/sessions/{id}/prefetch", post(sessions::prefetch))
         .route("/open_session", post(sessions::sglang_open))
         .route("/close_session", post(sessions::sglang_close))
         .route("/abort_request", post(aborts::abort))
@@ -115,7 +117,7 @@ fn build_admin_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
         .route("/v1/loads", get(engine_info::loads))
         .route("/v1/placements", get(placements::list))
         .route("/v1/placements/{turn}", get(placements::show))
-        .route("/v1/turns", get(turns::list))
+        .route("/v1/turns", get(recent_turns::list))
         .route("/v1/fleet/sessions", get(fleet_sessions::list))
         .route("/v1/fleet/sessions/{digest}", delete(fleet_sessions::close))
         .route("/v1/fleet/sessions/{digest}/demote", post(fleet_sessions::demote))
@@ -135,7 +137,7 @@ async fn identify_caller(State(shared): SharedState, mut request: Request, next:
                 let error = turn::error::Error::RequestRate(wait);
                 return respond(&shared, Err(error.into()));
             }
-            let sharer = turn::sharer(&caller, request.extensions());
+            let sharer = sharer(&caller, request.extensions());
             let share = match shared.shares.requests.take(&sharer, 1, None) {
                 Ok(share) => share,
                 Err(refused) => {
@@ -183,7 +185,8 @@ async fn serve_turn(
     let flags = TurnFlags::default();
     let turn_flags = flags.clone();
     let turn = Box::pin(async move {
-        let answer = turn::run(Arc::clone(&shared), kind, &caller, parts, body, &turn_flags).await;
+        let arrival = Arrival::new(&shared, kind, caller, parts, turn_flags.clone());
+        let answer = turn::pipeline::run(&shared, arrival, body).await;
         answer.map_err(|error| {
             let may_repeat = is_first_try && turn_flags.is_idempotent();
             let refusal = counted(&shared, error.into()).allow_repeat(may_repeat);

@@ -8,7 +8,6 @@
 
 mod agent_tasks;
 pub mod auth;
-mod claims;
 pub mod config;
 mod discovery;
 pub mod fleet;
@@ -17,6 +16,7 @@ mod metrics;
 pub mod placement;
 pub mod prompt;
 pub mod residency;
+pub mod sessions;
 mod shares;
 pub mod turn;
 
@@ -27,6 +27,7 @@ use std::{net::IpAddr, sync::Arc};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use service::{
+    abortable_turns::AbortableTurns,
     admin::{self, AdminData},
     auth::{
         gate::{self, Gate},
@@ -38,7 +39,6 @@ use service::{
     process_metrics,
     reload::{self, Reloaded},
     router_token::Tokens,
-    running_turns::RunningTurns,
     server::{self, PortLimits},
     settings::{self, Problems},
     supervisor::{self, Watchdog},
@@ -55,7 +55,6 @@ use crate::{
         Authenticator,
         jwks::{self, JwksStore},
     },
-    claims::{Claims, OpenStore},
     config::{Config, jwt::JwtTable, tables::LimitsTable},
     discovery::announce::Announcements,
     fleet::{
@@ -66,24 +65,25 @@ use crate::{
         view::{self, UpdateSender, View},
     },
     metrics::Metrics,
-    placement::affinity::Affinity,
     prompt::models::{self, Models},
     residency::{block_locator::BlockLocator, collector::KvIndexCollector, kv_index::KvIndex},
+    sessions::{
+        bindings::Bindings,
+        claims::{self, OpenStore, PlacementClaims},
+        directory::SessionDirectory,
+        lifecycle::Lifecycle,
+        renewal, split_sessions,
+    },
     shares::{PoolSizes, Shares, collector::SharesCollector},
     turn::{
         access_log::{AccessLog, LogEnd},
         body::Bodies,
-        directory::SessionDirectory,
         ended::{self, RecentTurns},
-        mending,
         model_names::ModelNames,
         placer::Placer,
-        pulses::Pulses,
-        renewal,
         session_names::SessionHeaders,
-        sessions::SessionService,
         shared::Shared,
-        upstream::{UpstreamClient, UpstreamConnections},
+        upstream::{Pulses, UpstreamClient, UpstreamConnections},
     },
 };
 
@@ -420,11 +420,12 @@ fn build_shared(
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);
     let models = start_models(&shares, &metrics, &view, control_clients, tasks);
-    let new_table = || Affinity::new(config.limits.sessions_max, config.affinity_idle_max());
+    let new_table = || Bindings::new(config.limits.sessions_max, config.affinity_idle_max());
     let index_bytes_max = config.limits.overlap_bytes_max;
     let block_locator = Arc::new(BlockLocator::new(Arc::clone(&kv_index), models, index_bytes_max));
     let (claims_view, clients) = (Arc::clone(&view), Arc::clone(control_clients));
-    let claims = Claims::new(&config.claims, claim_store, claims_view, clients, tasks.clone());
+    let claims =
+        PlacementClaims::new(&config.claims, claim_store, claims_view, clients, tasks.clone());
     let claims = Arc::new(claims);
     let directory = Arc::new(SessionDirectory::new(view, new_table(), config.connect_max()));
     let (placer, renewal_queue) = Placer::new(
@@ -432,10 +433,10 @@ fn build_shared(
         Arc::clone(&claims),
         Arc::clone(&block_locator),
         new_table(),
-        Affinity::new(NAMES_SEEN_ONCE_MAX, config.affinity_idle_max()),
+        Bindings::new(NAMES_SEEN_ONCE_MAX, config.affinity_idle_max()),
         Arc::clone(&metrics),
     );
-    let sessions = Arc::new(SessionService::new(
+    let sessions = Arc::new(Lifecycle::new(
         Arc::clone(&directory),
         Arc::clone(&claims),
         Arc::clone(control_clients),
@@ -443,7 +444,7 @@ fn build_shared(
         tasks.clone(),
     ));
     tasks.spawn(renewal::run(renewal_queue, Arc::clone(&directory), claims, tasks.token()));
-    tasks.spawn(mending::run(Arc::clone(&directory), Arc::clone(&sessions), tasks.token()));
+    tasks.spawn(split_sessions::run(Arc::clone(&directory), Arc::clone(&sessions), tasks.token()));
     Arc::new(Shared {
         auth,
         directory,
@@ -455,7 +456,7 @@ fn build_shared(
         metrics,
         recent_turns: Arc::new(Mutex::new(RecentTurns::new(ended::RECORDS_MAX))),
         process_id: fastrand::u32(..),
-        unsent_turns: RunningTurns::default(),
+        unanswered_turns: AbortableTurns::default(),
         bodies: Bodies::new(Arc::clone(&shares.body_bytes), config.limits.body_bytes_max),
         shares,
         turn_max: config.turn_max(),

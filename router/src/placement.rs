@@ -7,21 +7,20 @@
 //! - A session stays on the worker that has its KV, unless a move gains enough time.
 //! - A new session goes to the worker with the least cost. Of equal workers, the one with fewer
 //!   sessions wins, then the one that a hash of session and worker prefers.
-//! - So does a turn without a session, but of workers with about the same cost the one with the
-//!   most room gets it. Its conversation then stays as a session does.
+//! - A turn without a session goes there too, but of workers with about the same cost the one with
+//!   the most room gets it. Its conversation then stays as a session does.
 
-pub mod affinity;
 mod candidates;
 mod compared;
 mod cost;
 pub(crate) mod pair;
 pub(crate) mod recent;
-pub mod session_status;
 #[cfg(test)]
 mod tests;
 
 use std::time::{Duration, Instant};
 
+pub use contract::api::Figures;
 use contract::{
     id::Digest,
     load::{EngineRole, Retention, WantedWeights},
@@ -31,7 +30,6 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use self::compared::Compared;
 pub use self::{
     candidates::NoWorker,
-    cost::Figures,
     pair::{PairUse, PrefillPlacement, Unpaired},
 };
 use crate::{
@@ -44,8 +42,8 @@ use crate::{
     residency::PromptOverlap,
 };
 
-/// The most extra cost at which a child session still goes to its parent's worker. The prefix that
-/// children share lowers the cost there only after one of them has run.
+/// The most extra cost at which a child session still goes to its parent's worker. Only after
+/// the first child has run there does the prefix that children share lower the cost.
 pub const PARENT_SLACK_MS: u64 = 250;
 /// The most extra cost at which a turn still goes to the worker of its cache key. Less than
 /// [`PARENT_SLACK_MS`], because a cache key is only a client's guess about shared prefixes.
@@ -113,12 +111,12 @@ pub struct Sticky {
     /// The session must stay, whatever the load: its KV can't be rebuilt elsewhere, or this
     /// worker's agent lets its turns run one at a time.
     pub fixed: bool,
-    /// Now if a turn runs. `None` if unknown, or if the worker doesn't report its blocks, because
-    /// the router must then read each prompt to remember its blocks.
+    /// Now if a turn runs. `None` if unknown, or if the worker doesn't report its blocks: then the
+    /// router has to read each prompt, to remember which blocks it has sent there.
     pub last_turn_ended: Option<Instant>,
     pub moved_at: Option<Instant>,
     pub reported_tokens: u64,
-    /// The part of `reported_tokens` that is pinned. No block that the worker reports has it.
+    /// The part of `reported_tokens` that is pinned, and so in none of the reported blocks.
     pub private_tokens: u64,
     /// Roughly what this turn adds to the previous one's. `None` if unknown, or if this turn is
     /// shorter: then its history is a different one.
@@ -147,7 +145,7 @@ pub struct PlacementRequest<'a> {
     /// Whether more turns are expected that begin with this turn's prompt and answer.
     pub expects_more_turns: bool,
     pub sticky: Option<Sticky>,
-    /// Those without a name. `None` for a turn with a session: its agent reports that.
+    /// The conversations of turns without a session; `None` for a turn that has one.
     pub conversations: Option<&'a Conversations>,
     /// Chosen if it costs more than the best worker by at most [`PARENT_SLACK_MS`] or
     /// [`CACHE_KEY_SLACK_MS`].
@@ -170,7 +168,7 @@ pub struct Placement {
     pub uncached_tokens: Option<u64>,
     /// The workers that cost least, in order of cost. The session's own worker and the preferred
     /// worker follow, if they are not among them. Empty if nothing was compared.
-    pub figures: Vec<Figures>,
+    pub figures: Vec<(WorkerRef, Figures)>,
     /// `None` if `worker` runs the whole turn.
     pub prefill: Option<PrefillPlacement>,
 }
@@ -187,12 +185,13 @@ impl Placement {
     /// `None` if the workers were not compared by the prompt, or if a pair runs the turn.
     #[must_use]
     pub fn ttft_expected(&self) -> Option<Duration> {
-        let figures = self.figures.iter().find(|figures| figures.worker == self.worker)?;
+        let (_, figures) = self.figures.iter().find(|(worker, _)| *worker == self.worker)?;
         let prefill_ms = figures.prefill_ms.filter(|_| self.prefill.is_none())?;
-        Some(Duration::from_millis(figures.wait_ms + prefill_ms))
+        let prompt_ms = prefill_ms.max(figures.load_ms.unwrap_or(0));
+        Some(Duration::from_millis(figures.wait_ms + prompt_ms))
     }
 
-    /// Counts on the worker until its answer begins.
+    /// Counts as load of the worker until its answer begins.
     #[must_use]
     pub fn tokens_expected(&self) -> u64 {
         self.uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED)
@@ -205,17 +204,17 @@ enum Stay<'a> {
     No,
 }
 
-/// Saves tokenizing the prompt. The turn stays on its session's worker if it must. It also stays if
-/// its session's last turn ended recently and no other worker would be faster by the required gain,
-/// even if it had the whole prompt. `None` if [`place`] has to decide with the prompt, also because
-/// that may need staged prefill.
+/// Saves tokenizing the prompt where the turn stays on its session's worker whatever the prompt is:
+/// because it must, or because the last turn ended recently and no other worker would be faster by
+/// the required gain even with the whole prompt resident. `None` if [`place`] has to decide with
+/// the prompt. It also has to if the prompt may need staged prefill.
 #[must_use]
 pub fn place_without_prompt(
     request: &PlacementRequest<'_>,
     view: &Snapshot,
     now: Instant,
 ) -> Option<Placement> {
-    // A pair's prefill worker is chosen by the prompt.
+    // Not in a pair, whose prefill worker is chosen by the prompt.
     let session_worker = match decide_stay(request, view, now, EngineRole::Aggregated) {
         Stay::Must(worker) => return Some(Placement::stay_on(worker)),
         Stay::May(session_worker) => session_worker,
@@ -286,16 +285,16 @@ fn place_in_role(
         if let Some(figures) =
             cost::compute_up_to(request, view, stats, compared.cost_ms_max(), now)
         {
-            compared.insert(figures.plus(partner_ms(stats)), tie_break);
+            compared.insert(worker, plus(figures, partner_ms(stats)), tie_break);
         }
     }
-    let Some(&Figures { worker: best, cost_ms: best_ms, .. }) = compared.best() else {
+    let Some((best, Figures { cost_ms: best_ms, .. })) = compared.best() else {
         return place_on_unusable(request, view, now, role);
     };
     let compute =
-        |stats: WorkerStats<'_>| cost::compute(request, view, stats, now).plus(partner_ms(stats));
+        |stats: WorkerStats<'_>| plus(cost::compute(request, view, stats, now), partner_ms(stats));
     let (worker, reason) = match session_worker {
-        // A stale worker is no candidate. The session's is compared all the same.
+        // Even a stale one, which is no candidate for others.
         Some(session_worker) => {
             let stay = compared.figures_of(session_worker.worker(), || compute(session_worker));
             let gain = Duration::from_millis(stay.cost_ms.saturating_sub(best_ms));
@@ -316,9 +315,15 @@ fn place_in_role(
             preferred.unwrap_or_else(|| (compared.choose(request, view, now), reason))
         }
     };
-    let uncached_tokens = cost::uncached_tokens(request, worker);
+    let parts =
+        view.worker_table().get(worker).and_then(|stats| cost::prompt_parts(request, stats));
+    let uncached_tokens = parts.map(|parts| parts.uncached_tokens);
     let figures = compared.into_figures();
     Ok(Placement { worker, reason, uncached_tokens, figures, prefill: None })
+}
+
+fn plus(figures: Figures, partner_ms: u64) -> Figures {
+    Figures { cost_ms: figures.cost_ms.saturating_add(partner_ms), ..figures }
 }
 
 fn preference_slack_ms(reason: Reason) -> u64 {

@@ -1,8 +1,7 @@
 //! Shares out what the router has little of: turns in flight, memory, processors for long bodies.
 //!
 //! A *sharer* is the client that a limit counts against: the name of a caller's key, or without
-//! keys the client's address. A [`Share`] gives its units back on drop, so every end does so by one
-//! path.
+//! keys the client's address. A [`Share`] gives its units back on drop, however the request ends.
 
 pub(crate) mod collector;
 mod pool;
@@ -202,7 +201,7 @@ impl Shares {
     }
 }
 
-/// Settled on drop.
+/// On drop, corrects the estimate by what the turn has used.
 #[derive(Debug)]
 pub(crate) struct TokenShare {
     shares: Arc<Shares>,

@@ -24,9 +24,10 @@ use blocks::kv::{self, RankChange};
 use bytes::Bytes;
 use contract::{
     claim::Claim,
+    envelope::TurnEnvelope,
     id::SessionKey,
     load::{Retention, Session, SessionState},
-    placement_claim::{CLAIMS_MAX, ClaimTable},
+    placement_claim::{CLAIMS_MAX, PlacementClaimTable},
     v1::{self, load_event::Event, session_change::Change, worker_agent_server::WorkerAgentServer},
 };
 use http::HeaderMap;
@@ -46,7 +47,7 @@ pub(crate) struct ReceivedTurn {
     pub(crate) path: String,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
-    pub(crate) claim: Option<Claim>,
+    pub(crate) envelope: TurnEnvelope,
 }
 
 type Watcher = mpsc::Sender<Result<v1::LoadEvent, Status>>;
@@ -95,7 +96,7 @@ pub(crate) struct AgentState {
     /// Whether the engine cuts prompts that are longer than its context.
     pub(crate) shortens_prompts: AtomicBool,
     adapters: Mutex<Option<Vec<String>>>,
-    claims: Mutex<ClaimTable>,
+    claims: Mutex<PlacementClaimTable>,
     fetches: AtomicUsize,
     reports: AtomicBool,
     tasks: Tasks,
@@ -148,7 +149,7 @@ impl Agent {
             has_model: AtomicBool::new(false),
             shortens_prompts: AtomicBool::new(false),
             adapters: Mutex::default(),
-            claims: Mutex::new(ClaimTable::new(CLAIMS_MAX, 7)),
+            claims: Mutex::new(PlacementClaimTable::new(CLAIMS_MAX, 7)),
             fetches: AtomicUsize::new(0),
             reports: AtomicBool::new(true),
             tasks: Tasks::default(),
@@ -300,22 +301,24 @@ impl AgentState {
         }
     }
 
+    pub(crate) fn turns_running(&self) -> u32 {
+        self.sessions.lock().values().map(|session| session.turns_running).sum()
+    }
+
     fn report(&self) -> v1::LoadReport {
         let figure =
             |value: u64| Some(v1::Figure { value, source: v1::Source::Loads.into(), age_ms: 1 });
-        let sessions = self.sessions.lock();
-        let running: u32 = sessions.values().map(|session| session.turns_running).sum();
         v1::LoadReport {
             interval_ms: 50,
             draining: self.draining.load(Ordering::Relaxed),
             ranks: vec![v1::RankLoad {
                 dp_rank: 0,
-                turns_running: running,
+                turns_running: self.turns_running(),
                 turns_running_max: 64,
                 requests_waiting: figure(0),
                 pool_used_tokens: figure(self.used_tokens.load(Ordering::Relaxed) as u64),
                 pool_total_tokens: figure(10_000),
-                sessions: u32::try_from(sessions.len()).unwrap(),
+                sessions: u32::try_from(self.sessions.lock().len()).unwrap(),
                 ..Default::default()
             }],
             ..Default::default()
@@ -363,7 +366,8 @@ impl AgentState {
         }
     }
 
-    fn begin(&self, claim: &Claim, key: &SessionKey) -> Result<(), Refusal> {
+    fn begin(&self, claim: &Claim) -> Result<(), Refusal> {
+        let key = &claim.key;
         let mut sessions = self.sessions.lock();
         let session = sessions
             .entry(key.clone())
@@ -380,7 +384,8 @@ impl AgentState {
         Ok(())
     }
 
-    fn end(&self, claim: &Claim, key: &SessionKey) {
+    fn end(&self, claim: &Claim) {
+        let key = &claim.key;
         let mut sessions = self.sessions.lock();
         let Some(session) = sessions.get_mut(key) else { return };
         session.turns_running -= 1;
@@ -403,7 +408,7 @@ impl AgentState {
 /// Ends the turn when the answer's body is dropped.
 struct Gate {
     agent: Arc<AgentState>,
-    claim: Option<(Claim, SessionKey)>,
+    claim: Option<Claim>,
     /// Whether the answer was sent to its end.
     is_complete: bool,
 }
@@ -413,8 +418,8 @@ impl Drop for Gate {
         if !self.is_complete {
             self.agent.aborted_answers.fetch_add(1, Ordering::Relaxed);
         }
-        if let Some((claim, key)) = &self.claim {
-            self.agent.end(claim, key);
+        if let Some(claim) = &self.claim {
+            self.agent.end(claim);
         }
     }
 }
@@ -424,23 +429,24 @@ impl Drop for Gate {
 /// closing event of a stream follows, and only the end of the body is held back.
 async fn turn(State(inner): State<Arc<AgentState>>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let claimed = Claim::from_headers(&parts.headers).unwrap();
+    let envelope = TurnEnvelope::read(&parts.headers).unwrap();
     if inner.full.load(Ordering::Relaxed) {
         let refusal = Refusal::new(Code::QueuePlaces, "full");
         return refusal.retry_after(Duration::from_secs(1)).into_response();
     }
-    if let Some((claim, key)) = &claimed
-        && let Err(refusal) = inner.begin(claim, key)
+    if let Some(claim) = &envelope.session
+        && let Err(refusal) = inner.begin(claim)
     {
         return refusal.into_response();
     }
-    let mut gate = Gate { agent: Arc::clone(&inner), claim: claimed.clone(), is_complete: false };
+    let mut gate =
+        Gate { agent: Arc::clone(&inner), claim: envelope.session.clone(), is_complete: false };
     let body = body.collect().await.unwrap().to_bytes();
     inner.received.lock().push(ReceivedTurn {
         path: parts.uri.to_string(),
         headers: parts.headers.clone(),
         body: body.clone(),
-        claim: claimed.map(|(claim, _)| claim),
+        envelope,
     });
     let wait = parts.headers.get("x-test-wait").map(|value| value.as_bytes().to_vec());
     if wait.as_deref() == Some(b"head") {

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, sync::atomic::Ordering};
 
 use contract::{hints::TurnHints, load::Retention};
-use harness::web::Headers;
+use harness::{envelope::ENVELOPE, web::Headers};
 use http::{Method, StatusCode};
 
 use crate::{
@@ -16,7 +16,7 @@ fn left_out(reason: &str, count: u32) -> String {
 }
 
 fn session_of(turn: &ReceivedTurn) -> Option<&str> {
-    turn.claim.as_ref().map(|claim| claim.id.as_str())
+    turn.envelope.session.as_ref().map(|claim| claim.key.id())
 }
 
 #[tokio::test]
@@ -171,7 +171,7 @@ async fn a_full_table_of_sessions_refuses_no_hinted_turn() {
     let hinted = router.chat(&[("thread-id", "u")], "{}").await;
     assert_eq!(hinted.status, StatusCode::OK, "{hinted:?}");
     let turn = a.turns().pop().unwrap();
-    assert_eq!((session_of(&turn), TurnHints::from_headers(&turn.headers).session), (None, false));
+    assert_eq!((session_of(&turn), turn.envelope.hints.session), (None, false));
     let named = router.chat(&[("x-berth-session-id", "u")], "{}").await;
     assert_eq!(named.status, StatusCode::TOO_MANY_REQUESTS);
     assert!(router.metrics().await.contains(&left_out("table_full", 1)));
@@ -183,25 +183,31 @@ async fn a_full_table_of_sessions_refuses_no_hinted_turn() {
 async fn hints_reach_the_agent_within_the_caller_s_bound_and_no_byte_changes() {
     let a = Agent::start("a");
     let router = Router::start(&[&a]).await;
-    let body = r#"{"nvext":{"agent_hints":{"priority":-3,"osl":77},"later":1},"messages":[
+    let body = r#"{"nvext":{"agent_hints":{"priority":-3,"osl":77,"speculative_prefill":true},
+        "later":1},"messages":[
         {"content":[{"type":"text","text":"a","cache_control":{"type":"ephemeral","ttl":"1h"}}]}
     ]}"#;
-    let forged = ("x-berth-hints", r#"{"priority":99}"#);
+    let forged = (ENVELOPE, r#"{"hints":{"priority":99}}"#);
     router.chat(&[("thread-id", "t"), forged], body).await;
     let turn = a.turns().pop().unwrap();
-    let hints = TurnHints::from_headers(&turn.headers);
-    let expected = TurnHints { session: true, priority: Some(-3), answer_tokens: Some(77) };
+    let hints = turn.envelope.hints;
+    let expected = TurnHints {
+        session: true,
+        priority: Some(-3),
+        answer_tokens: Some(77),
+        returns_soon: true,
+    };
     assert_eq!((hints, turn.body.as_ref()), (expected, body.as_bytes()));
-    assert_eq!(turn.claim.unwrap().idle_ms_max, Some(3_600_000));
+    assert_eq!(turn.envelope.session.unwrap().idle_ms_max, Some(3_600_000));
     // Nobody is above `normal` without a key that says so.
     let urgent = r#"{"nvext":{"agent_hints":{"priority":9}},"prompt_cache_retention":"24h"}"#;
     router.chat(&[("x-berth-session-id", "s")], urgent).await;
     let turn = a.turns().pop().unwrap();
-    let hints = TurnHints::from_headers(&turn.headers);
+    let hints = turn.envelope.hints;
     assert_eq!((hints.session, hints.priority), (false, Some(0)));
-    assert_eq!(turn.claim.unwrap().idle_ms_max, Some(86_400_000));
+    assert_eq!(turn.envelope.session.unwrap().idle_ms_max, Some(86_400_000));
     router.chat(&[forged], "{}").await;
-    assert!(!a.turns().pop().unwrap().headers.contains_key("x-berth-hints"));
+    assert_eq!(a.turns().pop().unwrap().envelope.hints, TurnHints::default());
 }
 
 #[tokio::test]

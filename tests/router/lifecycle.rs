@@ -53,6 +53,26 @@ async fn a_session_is_opened_used_listed_and_closed_by_its_owner_alone() {
 }
 
 #[tokio::test]
+async fn a_final_turn_closes_the_session_also_where_it_was_before() {
+    let (a, b) = (Agent::start("a"), Agent::start("b"));
+    b.inner.used_tokens.store(9_000, Ordering::Relaxed);
+    let router = Router::start(&[&a, &b]).await;
+    wait_until("the router is ready", async || router.is_ready().await).await;
+    let session = ("x-berth-session-id", "s");
+    let first = router.chat(&[session], "{}").await;
+    assert_eq!((first.status, first.header("x-berth-worker")), (StatusCode::OK, "a/0"));
+    a.inner.draining.store(true, Ordering::Relaxed);
+    wait_until("the router knows of the drain", async || {
+        let workers = router.call(Method::GET, "/v1/workers", &[], "").await.json();
+        workers["workers"][0]["state"] == "draining"
+    })
+    .await;
+    let last = router.chat(&[session, ("x-berth-session-final", "true")], "{}").await;
+    assert_eq!((last.status, last.header("x-berth-worker")), (StatusCode::OK, "b/0"));
+    wait_until("both agents close it", async || a.session_count() + b.session_count() == 0).await;
+}
+
+#[tokio::test]
 async fn an_id_of_any_characters_is_found_percent_encoded() {
     let a = Agent::start("a");
     let router = Router::start(&[&a]).await;
@@ -118,7 +138,7 @@ async fn a_last_turn_closes_its_session() {
     assert_eq!(router.chat(&[session], "{}").await.status, StatusCode::OK);
     let last = router.chat(&[session, ("x-berth-session-final", "true")], "{}").await;
     assert_eq!(last.status, StatusCode::OK);
-    assert!(a.turns()[1].claim.as_ref().unwrap().close);
+    assert!(a.turns()[1].envelope.session.as_ref().unwrap().close);
     let shown = router.call(Method::GET, "/v1/sessions/s", &[], "").await;
     assert_eq!(shown.status, StatusCode::NOT_FOUND);
     assert_eq!(a.session_count(), 0);
@@ -134,7 +154,7 @@ async fn bind_is_placement_without_a_claim() {
     assert_eq!(second.header("x-berth-placement"), "sticky");
     assert_eq!(second.header("x-berth-worker"), first.header("x-berth-worker"));
     for turn in a.turns().iter().chain(&b.turns()) {
-        assert!(turn.claim.is_none());
+        assert!(turn.envelope.session.is_none());
     }
     assert_eq!(a.session_count() + b.session_count(), 0);
 }

@@ -4,6 +4,7 @@
 
 mod agent;
 mod blocks;
+mod ends;
 mod harness;
 mod hints;
 mod lifecycle;

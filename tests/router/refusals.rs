@@ -47,7 +47,7 @@ async fn no_get_opens_or_closes_a_session() {
 }
 
 #[tokio::test]
-async fn who_demotes_a_session_of_an_agent_without_that_call_is_told_so() {
+async fn who_demotes_or_prefetches_a_session_of_an_agent_without_that_call_is_told_so() {
     let a = Agent::start("a");
     let router = Router::start(&[&a]).await;
     let opens = r#"{"session_id":"s","retention":"pinned"}"#;
@@ -55,6 +55,9 @@ async fn who_demotes_a_session_of_an_agent_without_that_call_is_told_so() {
     assert_eq!(opened.status, StatusCode::CREATED);
     let refused = router.call(Method::POST, "/v1/sessions/s/demote", &[], "").await;
     assert_eq!(refused.refusal(), (409, "demotion_unavailable".to_owned()));
+    assert!(refused.text().contains("upgrade the agent"), "{}", refused.text());
+    let refused = router.call(Method::POST, "/v1/sessions/s/prefetch", &[], "").await;
+    assert_eq!(refused.refusal(), (501, "prefetch_unavailable".to_owned()));
     assert!(refused.text().contains("upgrade the agent"), "{}", refused.text());
     assert_eq!(a.session_count(), 1, "it goes on");
 }

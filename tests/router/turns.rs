@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use harness::{keys::KeyFixture, web::Headers};
+use harness::{envelope::ENVELOPE, keys::KeyFixture, web::Headers};
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use router::config::Config;
@@ -41,8 +41,8 @@ async fn turns_of_a_session_stay_and_bytes_pass_untouched() {
     assert_eq!(received.len(), 6);
     for turn in received {
         assert_eq!(turn.body, BODY.as_bytes());
-        assert_eq!(turn.claim.unwrap().id, "s");
-        assert_eq!(turn.headers["x-berth-rank"], "0");
+        assert_eq!(turn.envelope.session.unwrap().key.id(), "s");
+        assert_eq!(turn.envelope.rank, Some(0));
     }
     let error = router.call(Method::POST, "/generate?x=1", &[], "{}").await;
     assert_eq!(error.status.as_u16(), 418, "the engine's status is passed on");
@@ -54,9 +54,7 @@ async fn what_a_client_may_not_say_never_reaches_an_agent() {
     let a = Agent::start("a");
     let router = Router::start(&[&a]).await;
     let headers: Headers<'_> = &[
-        ("x-berth-session", r#"{"principal":"root","id":"theirs"}"#),
-        ("x-berth-turn", "forged"),
-        ("x-berth-rank", "7"),
+        (ENVELOPE, r#"{"principal":"root","session":{"id":"theirs"},"rank":7}"#),
         ("x-data-parallel-rank", "3"),
         ("x-override-priority", "9"),
         ("connection", "x-mine, keep-alive"),
@@ -66,9 +64,10 @@ async fn what_a_client_may_not_say_never_reaches_an_agent() {
     ];
     assert_eq!(router.chat(headers, "{}").await.status, StatusCode::OK);
     let turn = a.turns().pop().unwrap();
-    assert!(turn.claim.is_none());
-    assert_ne!(turn.headers["x-berth-turn"], "forged");
-    assert_eq!(turn.headers["x-berth-rank"], "0");
+    assert_eq!(turn.headers.get_all(ENVELOPE).iter().count(), 1);
+    assert!(turn.envelope.session.is_none());
+    assert!(turn.envelope.turn.is_some());
+    assert_eq!((&*turn.envelope.principal, turn.envelope.rank), ("anonymous", Some(0)));
     for gone in ["x-data-parallel-rank", "x-override-priority", "x-mine", "te", "connection"] {
         assert!(!turn.headers.contains_key(gone), "{gone} passed");
     }

@@ -19,8 +19,14 @@ use contract::{
 use prost::Message as _;
 use router::{
     config::Config,
-    fleet::{load_stream::LoadStreamChecker, snapshot::Snapshot, state::State, worker::WorkerRef},
-    placement::{PairUse, PlacementRequest, Sticky, affinity::Affinity, place, session_status},
+    fleet::{
+        load_stream::LoadStreamChecker,
+        snapshot::Snapshot,
+        state::State,
+        worker::{AgentKey, WorkerRef},
+    },
+    placement::{PairUse, PlacementRequest, Sticky, place},
+    sessions::{bindings::Bindings, status},
 };
 use serde::Serialize;
 use service::clock::now;
@@ -100,7 +106,7 @@ struct Fleet {
     workers: usize,
     sessions: usize,
     state: State,
-    affinity: Affinity,
+    bindings: Bindings,
     view: Snapshot,
     /// The checker of each agent's stream, and the number of its next event.
     streams: Vec<(LoadStreamChecker, u64)>,
@@ -121,8 +127,8 @@ fn simulate(options: &Options) -> anyhow::Result<Figures> {
     let relearn = began.elapsed();
     // A router that has served every session has a binding of each, too.
     for number in 0..sessions {
-        fleet.affinity.begin_turn(&key(number), fleet.worker_of(number), false, now())?;
-        fleet.affinity.end_turn(&key(number), now());
+        fleet.bindings.begin_turn(&key(number), fleet.worker_of(number), false, now())?;
+        fleet.bindings.end_turn(&key(number), now());
     }
     let memory_bytes = resident_bytes()?;
     let (mut decided, mut newcomers) = (vec![], vec![]);
@@ -165,14 +171,14 @@ impl Fleet {
         // Room for the sessions that begin meanwhile.
         config.limits.sessions_max = sessions + sessions / 4 + 1_000_000;
         let state = State::new(&config);
-        let affinity = Affinity::new(config.limits.sessions_max, Duration::from_secs(3_600));
+        let bindings = Bindings::new(config.limits.sessions_max, Duration::from_secs(3_600));
         let stream = || (LoadStreamChecker::new(config.limits.sessions_max), 0);
         let streams = (0..workers).map(|_| stream()).collect();
-        Self { workers, sessions, view: state.snapshot(), state, affinity, streams }
+        Self { workers, sessions, view: state.snapshot(), state, bindings, streams }
     }
 
     fn worker_of(&self, session: usize) -> WorkerRef {
-        WorkerRef { agent: session % self.workers, dp_rank: 0 }
+        WorkerRef { agent: AgentKey::first(session % self.workers), dp_rank: 0 }
     }
 
     /// Encodes an agent's next message.
@@ -186,7 +192,7 @@ impl Fleet {
     fn receive(&mut self, agent: usize, message: &[u8]) -> anyhow::Result<()> {
         let event = v1::LoadEvent::decode(message)?;
         if let Some(update) = self.streams[agent].0.accept(event)? {
-            let warning = self.state.apply(agent, update, now());
+            let warning = self.state.apply(AgentKey::first(agent), update, now());
             anyhow::ensure!(warning.is_none(), "{}", warning.unwrap_or_default());
         }
         Ok(())
@@ -265,15 +271,15 @@ impl Fleet {
             if is_new {
                 newcomers.push(took);
             }
-            self.affinity.end_turn(&key, began);
+            self.bindings.end_turn(&key, began);
         }
         Ok(())
     }
 
     /// Places one turn. Returns whether it began its session.
     fn decide_one(&mut self, key: &SessionKey, at: Instant) -> anyhow::Result<bool> {
-        let binding = self.affinity.get(key, at);
-        let status = session_status::determine_status(key, &self.view, binding, at);
+        let binding = self.bindings.get(key, at);
+        let status = status::determine_status(key, &self.view, binding, at);
         let worker = status.owned_worker();
         let sticky =
             worker.map(|worker| Sticky { last_turn_ended: Some(at), ..Sticky::new(worker) });
@@ -291,7 +297,7 @@ impl Fleet {
             pairs: PairUse::May,
         };
         let placement = place(&request, &self.view, at)?;
-        self.affinity.begin_turn(key, black_box(placement.worker), false, at)?;
+        self.bindings.begin_turn(key, black_box(placement.worker), false, at)?;
         Ok(worker.is_none())
     }
 }

@@ -19,7 +19,7 @@ const LAYERS: [(&str, Rows); 2] = [
             &["http"],
             &["agent_tasks"],
             &["turn"],
-            &["claims"],
+            &["sessions"],
             &["placement"],
             &["residency"],
             &["prompt"],

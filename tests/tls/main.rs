@@ -17,6 +17,7 @@ use harness::{
     berth::BerthCommand,
     certificates::{AGENT, Authority, Files, ROUTER, token},
     cluster::{Cluster, Router, eventually, router_config, text_turn},
+    envelope::{ENVELOPE, envelope_of},
     web::Web,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
@@ -158,9 +159,10 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
     request.metadata_mut().insert(PROOF, sign(&signer, &Method::POST, call, &[]).parse().unwrap());
     let listed = control.list_sessions(request).await.unwrap().into_inner();
     let principal = &listed.sessions[0].key.as_ref().unwrap().principal;
-    let claim = json!({"principal": principal, "id": "s", "close": true}).to_string();
+    let claim = json!({"principal": principal, "id": "s", "close": true});
+    let claim = envelope_of(&claim);
     let url = cluster.agent().url("/generate");
-    let claims = [("x-berth-session", claim.as_str())];
+    let claims = [(ENVELOPE, claim.as_str())];
     let unclaimed = sign(&signer, &Method::POST, &url, &[]);
     for headers in [&claims[..], &[claims[0], (PROOF, &unclaimed)]] {
         let refused = web.post(&url, headers, &text_turn("hello", 4)).await.unwrap();
@@ -181,7 +183,7 @@ async fn who_is_no_router_can_not_act_for_a_session_whose_names_it_knows() {
     // With both proofs, the claim counts, and closes the session.
     let body = json!({"text": "hello", "sampling_params": {"max_new_tokens": 4}});
     let claim = json!({"principal": principal, "id": "s", "delta": true, "close": true});
-    let claim = ("x-berth-session", &*claim.to_string());
+    let claim = (ENVELOPE, &*envelope_of(&claim));
     let proof = sign(&signer, &Method::POST, &url, &[claim]);
     let answer = web.post(&url, &[claim, (PROOF, &proof)], &body).await.unwrap();
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());

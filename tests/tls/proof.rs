@@ -10,6 +10,7 @@ use contract::{
 use harness::{
     certificates::{Authority, Files, token},
     cluster::{Cluster, Router, eventually, router_config, text_turn},
+    envelope::ENVELOPE,
     keys::KeyFixture,
     web::Web,
 };
@@ -188,7 +189,7 @@ async fn a_request_that_was_heard_on_the_network_opens_nothing() {
     let (headers, refused) = ([("x-berth-router-proof", proof)], (401, "not_a_router".to_owned()));
     // Not for another request, nor with a claim; for this one once.
     let other = cluster.agent().url("/health");
-    let claimed = [headers[0], ("x-berth-session", "{\"principal\": \"x\", \"id\": \"s\"}")];
+    let claimed = [headers[0], (ENVELOPE, r#"{"principal":"x","session":{"id":"s"}}"#)];
     assert_eq!(get(&other, &headers).await.refusal(), refused);
     assert_eq!(get(&url, &claimed).await.refusal(), refused);
     assert_eq!(get(&url, &headers).await.status, 200);

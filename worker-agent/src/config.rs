@@ -121,7 +121,6 @@ impl Config {
         problems.extend(config.traces.problems());
         problems.extend(engine_api_key().err().map(str::to_owned));
         problems.extend(engine_admin_key().err().map(str::to_owned));
-        problems.extend(config.auth.problem(config.listen.admin_addr));
         problems.extend(config.auth.file_problem());
         if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
     }
@@ -205,7 +204,10 @@ impl Config {
             ("engine.stall_ms_max", self.engine.stall_ms_max),
             ("engine.silent_ms_max", self.engine.silent_ms_max),
         ] {
-            require((1..=7 * 86_400_000).contains(&value), &format!("{key} must be 1 to 7 days"));
+            require(
+                (1..=7 * 86_400_000).contains(&value),
+                &format!("{key} must be 1 ms to 7 days"),
+            );
         }
         self.check_engine_times(&mut require);
         require(self.audit.interval_s <= 86_400, "audit.interval_s must be 0 to 86400");
@@ -240,11 +242,14 @@ impl Config {
             "engine.silent_ms_max must be at least 2000: an idle engine speaks once a second",
         );
         let is_valid_interval = (100..=7 * 86_400_000).contains(&self.engine.republish_interval_ms);
-        require(is_valid_interval, "engine.republish_interval_ms must be 100 to 7 days");
+        require(is_valid_interval, "engine.republish_interval_ms must be 100 ms to 7 days");
         require(
             self.engine.prefill_stage_ms <= 60_000,
             "engine.prefill_stage_ms must be 0 to 60000",
         );
+        let is_valid_rate =
+            (1_000_000..=10_u64.pow(13)).contains(&self.engine.host_load_bytes_per_s);
+        require(is_valid_rate, "engine.host_load_bytes_per_s must be 1 MB/s to 10 TB/s");
     }
 
     /// Checks what clients may have of the engine and of the agent.

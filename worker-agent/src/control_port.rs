@@ -17,7 +17,7 @@ use contract::{
     claim,
     id::SessionKey,
     load::Retention,
-    placement_claim::{CLAIMS_MAX, ClaimRequest, ClaimTable},
+    placement_claim::{CLAIMS_MAX, PlacementClaimRequest, PlacementClaimTable},
     v1::{
         self,
         worker_agent_server::{WorkerAgent, WorkerAgentServer},
@@ -44,6 +44,7 @@ use crate::{
     engine::model_files,
     kv_events::{self, KvHandle},
     owner::{self, AgentHandle, PageEnd, RankPageAudit},
+    session::OpenRequest,
 };
 
 /// A page has about 300 KiB.
@@ -70,7 +71,7 @@ struct ControlService {
     load_places: Places,
     kv_places: Places,
     tasks: Tasks,
-    claims: Arc<Mutex<ClaimTable>>,
+    claims: Arc<Mutex<PlacementClaimTable>>,
     router_auth: RouterAuth,
     metrics: Metrics,
 }
@@ -111,7 +112,7 @@ pub fn start(
                 load_places: Places::new("load", load_watch::WATCHERS_MAX, &metrics),
                 kv_places: Places::new("kv", kv_events::WATCHERS_MAX, &metrics),
                 tasks: tasks.clone(),
-                claims: Arc::new(Mutex::new(ClaimTable::new(CLAIMS_MAX, epoch))),
+                claims: Arc::new(Mutex::new(PlacementClaimTable::new(CLAIMS_MAX, epoch))),
                 router_auth: access.router_auth.clone(),
                 metrics,
             };
@@ -190,9 +191,13 @@ impl WorkerAgent for ControlService {
         };
         let idle_max =
             (request.idle_ms_max > 0).then(|| Duration::from_millis(request.idle_ms_max));
-        let opened =
-            self.agent.open_session(parse_key(request.key)?, retention, idle_max, request.dp_rank);
-        let opened = opened.await.map_err(|error| to_status(&error))?;
+        let request = OpenRequest {
+            key: parse_key(request.key)?,
+            retention,
+            idle_max,
+            requested_rank: request.dp_rank,
+        };
+        let opened = self.agent.open_session(request).await.map_err(|error| to_status(&error))?;
         let answer = v1::Session { was_open: opened.was_open, ..opened.session.into() };
         Ok(Response::new(answer))
     }
@@ -216,11 +221,20 @@ impl WorkerAgent for ControlService {
         Ok(Response::new(v1::DemoteSessionResponse {}))
     }
 
+    async fn prefetch_session(
+        &self,
+        request: Request<v1::PrefetchSessionRequest>,
+    ) -> Result<Response<v1::PrefetchSessionResponse>, Status> {
+        let prefetched = self.agent.prefetch_session(parse_key(request.into_inner().key)?).await;
+        let tokens = prefetched.map_err(|error| to_status(&error))?;
+        Ok(Response::new(v1::PrefetchSessionResponse { tokens }))
+    }
+
     async fn claim_placement(
         &self,
         request: Request<v1::ClaimPlacementRequest>,
     ) -> Result<Response<v1::PlacementClaim>, Status> {
-        let claim_request = ClaimRequest::try_from(request.into_inner())
+        let claim_request = PlacementClaimRequest::try_from(request.into_inner())
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
         let claim = self.claims.lock().claim(claim_request, now());
         self.metrics.count_claim(&claim);

@@ -19,19 +19,19 @@ use std::{
 };
 
 use contract::{
-    load::{Device, Figure, LoadReport, Rank, RankLoad, Retention, Source, Weights},
+    load::{Device, Figure, HostTier, LoadReport, Rank, RankLoad, Retention, Source, Weights},
     staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
 };
 
-use self::prefill::PrefillRate;
+use self::token_rate::TokenRate;
 use crate::{
     engine::{EngineInfo, LoadSample, RankSample},
     gpu::{kv::Pool, tracker::Snapshot},
-    session::{self, RankCapacity, RankTotals, Session, Table},
+    session::{self, RankCapacity, RankTotals, Session, Table, UnseenBy},
     shim::RankFacts,
 };
 
-pub mod prefill;
+pub mod token_rate;
 
 /// The most ranks of one engine. Queues get their size from it, because they are created before
 /// the agent has reached the engine.
@@ -53,6 +53,8 @@ pub struct Limits {
     pub pin_budget_ratio: f64,
     /// The maximum of turns inside the engine, per rank.
     pub turns_max: u32,
+    /// How fast KV comes from the host's memory, until loads were measured.
+    pub host_load_bytes_per_s: u64,
 }
 
 impl Limits {
@@ -71,7 +73,7 @@ pub struct Ledger {
     /// By rank: the scheduler's clock at its newest snapshot, in µs, and when a sample first had
     /// it.
     snapshots: HashMap<u32, (u64, Instant)>,
-    prefill_rates: Vec<PrefillRate>,
+    prefill_rates: Vec<TokenRate>,
     /// By rank, while its shim is connected.
     shims: HashMap<u32, ShimFigures>,
 }
@@ -82,6 +84,7 @@ struct ShimFigures {
     /// buffers. `None` if the shim can't tell.
     page_bytes: Option<u64>,
     facts: Option<RankFacts>,
+    host_load_rate: TokenRate,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -120,8 +123,10 @@ impl Ledger {
         info.rows.truncate(RANKS_MAX as usize);
         self.sample = None;
         self.snapshots.clear();
-        self.prefill_rates = vec![PrefillRate::default(); info.rows.len()];
-        self.shims.values_mut().for_each(|shim| shim.facts = None);
+        self.prefill_rates = vec![TokenRate::default(); info.rows.len()];
+        for shim in self.shims.values_mut() {
+            (shim.facts, shim.host_load_rate) = (None, TokenRate::default());
+        }
         let ranks = info.rows.iter().map(|&rows| RankCapacity {
             rows,
             rows_reserve: self.limits.rows_reserve,
@@ -163,7 +168,11 @@ impl Ledger {
     }
 
     pub fn record_facts(&mut self, facts: RankFacts) {
-        self.shims.entry(facts.dp_rank).or_default().facts = Some(facts);
+        let shim = self.shims.entry(facts.dp_rank).or_default();
+        if let Some(host) = facts.host {
+            shim.host_load_rate.record_sample(facts.read_at, host.loaded_tokens, host.loads_us);
+        }
+        shim.facts = Some(facts);
     }
 
     pub fn remove_shim(&mut self, dp_rank: u32) {
@@ -292,7 +301,40 @@ impl Ledger {
             devices: vec![],
             pages: None,
             staged_prefill: None,
+            host: facts.and_then(|facts| self.host_tier(now, engine, facts)),
         }
+    }
+
+    /// Whether the rank's engine has a host tier, as its shim says.
+    pub fn has_host_tier(&self, dp_rank: u32) -> bool {
+        let facts = self.shims.get(&dp_rank).and_then(|shim| shim.facts.as_ref());
+        facts.is_some_and(|facts| facts.host.is_some())
+    }
+
+    fn host_tier(&self, now: Instant, engine: &EngineInfo, facts: &RankFacts) -> Option<HostTier> {
+        let host = facts.host?;
+        // One reading may fall between two of the engine's counters.
+        let used_tokens = host.used_tokens.min(host.total_tokens);
+        let figure = |tokens| Some(shim_figure(tokens, now, facts));
+        Some(HostTier {
+            total_tokens: figure(host.total_tokens),
+            used_tokens: figure(used_tokens),
+            evictable_tokens: figure(host.evictable_tokens.min(used_tokens)),
+            loading_tokens: figure(host.loading_tokens),
+            writing_tokens: figure(host.writing_tokens),
+            load_tokens_per_s: self.host_load_rate(now, engine, facts.dp_rank),
+        })
+    }
+
+    fn host_load_rate(&self, now: Instant, engine: &EngineInfo, dp_rank: u32) -> Option<Figure> {
+        let measured = self.shims.get(&dp_rank)?.host_load_rate.tokens_per_s();
+        if let Some((value, at)) = measured {
+            return Some(Figure { value, source: Source::Shim, age_ms: age_ms(now, at) });
+        }
+        let pool = self.pool(engine, dp_rank)?;
+        let token_bytes = pool.bytes.checked_div(pool.tokens).filter(|bytes| *bytes > 0)?;
+        let value = (self.limits.host_load_bytes_per_s / token_bytes).max(1);
+        Some(Figure { value, source: Source::Setting, age_ms: 0 })
     }
 
     fn prefill_rate(&self, now: Instant, dp_rank: u32) -> Option<Figure> {
@@ -308,10 +350,11 @@ impl Ledger {
         let waiting_tokens = sample.and_then(|rank| rank.num_waiting_uncached_tokens).unwrap_or(0);
         // The turns sent just before the step may not have been in its figures.
         let sent_from = began_at.checked_sub(Duration::from_secs(1)).unwrap_or(began_at);
-        let tokens = waiting_tokens.saturating_add(table.sent_prompt_tokens(dp_rank, sent_from));
+        let tokens = waiting_tokens
+            .saturating_add(table.unseen_prompt_tokens(dp_rank, UnseenBy::EngineSince(sent_from)));
         let step_tokens_max = self.engine.as_ref().and_then(|info| info.step_tokens_max);
         let tokens = tokens.min(step_tokens_max.unwrap_or(u64::MAX));
-        let rate = self.prefill_rates.get(dp_rank as usize).and_then(PrefillRate::tokens_per_s);
+        let rate = self.prefill_rates.get(dp_rank as usize).and_then(TokenRate::tokens_per_s);
         let tokens_per_s = rate.map_or(UNMEASURED_TOKENS_PER_S, |(tokens_per_s, _)| tokens_per_s);
         let step_ms = tokens.saturating_mul(1000) / tokens_per_s.max(1);
         Duration::from_millis(step_ms).min(STEP_TIME_MAX)
@@ -320,13 +363,13 @@ impl Ledger {
     /// The prompt tokens that wait to be computed, also of turns admitted since the load sample.
     fn prefill_backlog(&self, now: Instant, table: &Table, dp_rank: u32) -> Option<Figure> {
         let (rank, at) = self.rank_sample(dp_rank)?;
-        let unsampled_tokens = table.unsampled_prompt_tokens(dp_rank, at);
+        let unsampled_tokens = table.unseen_prompt_tokens(dp_rank, UnseenBy::Sample(at));
         let waiting_tokens = rank.num_waiting_uncached_tokens?;
         // SGLang writes its account with its steps, and an idle engine once a second. So a sample
         // may show the prompt of a turn that has ended, and the conversation's next turn would wait
         // for it, or leave its KV.
         let seen_at = self.snapshots.get(&dp_rank).map_or(at, |(_, seen_at)| *seen_at);
-        let rate = self.prefill_rates.get(dp_rank as usize).and_then(PrefillRate::tokens_per_s);
+        let rate = self.prefill_rates.get(dp_rank as usize).and_then(TokenRate::tokens_per_s);
         let tokens_per_s =
             rate.map_or(PREFILL_TOKENS_PER_S_ASSUMED, |(tokens_per_s, _)| tokens_per_s);
         let since_ms = age_ms(at, seen_at);
@@ -437,12 +480,18 @@ mod tests {
     use crate::{
         guard::Guards,
         session::{ShareSettings, TableSettings},
+        shim::HostFacts,
     };
 
     const POOL_TOKENS: u64 = 1000;
     const PINNED: [Retention; 2] = [Retention::Pinned, Retention::None];
-    const LIMITS: Limits =
-        Limits { rows_reserve: 1, pin_rows_ratio: 0.5, pin_budget_ratio: 0.5, turns_max: 4 };
+    const LIMITS: Limits = Limits {
+        rows_reserve: 1,
+        pin_rows_ratio: 0.5,
+        pin_budget_ratio: 0.5,
+        turns_max: 4,
+        host_load_bytes_per_s: 5_000,
+    };
 
     fn engine() -> EngineInfo {
         let mut info = EngineInfo::example("first");
@@ -472,6 +521,30 @@ mod tests {
             guards: Guards::default(),
         };
         Table::new(settings, capacity)
+    }
+
+    fn facts(read_at: Instant) -> RankFacts {
+        RankFacts {
+            dp_rank: 0,
+            read_at,
+            available_tokens: 500,
+            evictable_tokens: 200,
+            protected_tokens: 170,
+            held_tokens: 30,
+            uncached_tokens: 100,
+            running: 0,
+            waiting: 0,
+            pool_tokens: POOL_TOKENS,
+            rows_total: 0,
+            rows_free: 0,
+            events_lost: 0,
+            recounts: 0,
+            samples: 0,
+            samples_ns: 0,
+            weight_changes: 0,
+            has_old_kv: false,
+            host: None,
+        }
     }
 
     /// Returns what the ledger reports of rank 0: the source of the used tokens, and the pinned
@@ -512,6 +585,49 @@ mod tests {
     }
 
     #[test]
+    fn a_host_tier_is_counted_and_a_new_engine_process_has_none_yet() {
+        let now = service::clock::now();
+        let mut ledger = Ledger::new(LIMITS);
+        ledger.add_shim(0, Some(50));
+        let table = table(ledger.set_engine(&engine(), PINNED.to_vec()));
+        let tier = |ledger: &Ledger| {
+            let gpus = Snapshot::without_devices(now);
+            let report = ledger.report(now, &table, &gpus, Duration::ZERO, AgentHealth::default());
+            report.ranks[0].host
+        };
+        assert_eq!(tier(&ledger), None);
+        let host = |loaded_tokens, loads_us| HostFacts {
+            total_tokens: 4000,
+            used_tokens: 3000,
+            evictable_tokens: 3500,
+            loading_tokens: 20,
+            writing_tokens: 10,
+            loaded_tokens,
+            loads_us,
+        };
+        ledger.record_facts(RankFacts { host: Some(host(0, 0)), ..facts(now) });
+        let shown = tier(&ledger).unwrap();
+        let value = |figure: Option<Figure>| figure.map(|figure| figure.value);
+        assert_eq!(value(shown.total_tokens), Some(4000));
+        assert_eq!(value(shown.evictable_tokens), Some(3000), "at most what is used");
+        let rate = |tier: Option<HostTier>| {
+            let rate = tier?.load_tokens_per_s?;
+            Some((rate.value, rate.source))
+        };
+        // Pages of 10 tokens have 50 bytes, and the setting is 5,000 bytes a second.
+        assert_eq!(rate(tier(&ledger)), Some((1000, Source::Setting)));
+        for loads in 1..=3 {
+            let host = host(2_000 * loads, 500_000 * loads);
+            ledger.record_facts(RankFacts { host: Some(host), ..facts(now) });
+        }
+        assert_eq!(rate(tier(&ledger)), Some((4000, Source::Shim)));
+        let _ = ledger.set_engine(&engine(), PINNED.to_vec());
+        assert_eq!(tier(&ledger), None, "its host memory is gone with it");
+        ledger.record_facts(RankFacts { host: Some(host(0, 0)), ..facts(now) });
+        assert_eq!(rate(tier(&ledger)), Some((1000, Source::Setting)));
+    }
+
+    #[test]
     fn a_shims_figures_are_preferred_and_a_new_engine_process_has_none_yet() {
         let now = service::clock::now();
         let mut ledger = Ledger::new(LIMITS);
@@ -519,26 +635,7 @@ mod tests {
         ledger.add_shim(0, Some(3));
         let table = table(ledger.set_engine(&engine(), PINNED.to_vec()));
         assert_eq!(reported(&ledger, &table, now), (None, Some(0)));
-        let facts = RankFacts {
-            dp_rank: 0,
-            read_at: now,
-            available_tokens: 500,
-            evictable_tokens: 200,
-            protected_tokens: 170,
-            held_tokens: 30,
-            uncached_tokens: 100,
-            running: 0,
-            waiting: 0,
-            pool_tokens: POOL_TOKENS,
-            rows_total: 0,
-            rows_free: 0,
-            events_lost: 0,
-            recounts: 0,
-            samples: 0,
-            samples_ns: 0,
-            weight_changes: 0,
-            has_old_kv: false,
-        };
+        let facts = facts(now);
         ledger.record_facts(facts);
         assert_eq!(reported(&ledger, &table, now), (Some(Source::Shim), Some(200)));
         ledger.record_facts(RankFacts { running: 1, ..facts });

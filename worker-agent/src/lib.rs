@@ -187,7 +187,7 @@ pub async fn run(
         turn_time_max: ms(limits.turn_ms_max),
         wake_monitor,
         tasks: tasks.clone(),
-        running_turns: data_port::aborts::AgentTurns::default(),
+        turns: data_port::aborts::AgentTurns::default(),
         metrics,
         traces,
     };
@@ -472,5 +472,6 @@ fn limits(config: &Config) -> Limits {
         pin_rows_ratio: config.sessions.pin_rows_ratio,
         pin_budget_ratio: config.sessions.pin_budget_ratio,
         turns_max: config.limits.turns_in_flight_max,
+        host_load_bytes_per_s: config.engine.host_load_bytes_per_s,
     }
 }

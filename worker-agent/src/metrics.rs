@@ -86,6 +86,8 @@ service::metrics! {
         restart_required: Gauge = "engine_restart_required";
         /// Changes of sessions that their clients did not ask for, by event
         session_events: By<Counter> = "session_events", By::label("event");
+        /// KV loaded from the host ahead of turns, by use; used: the turn came in time
+        prefetched: By<Counter> = "prefetched" in "tokens", By::label("use");
         /// Pages of the KV pool in the newest audit, by state
         pool_pages: Family<StateLabel, Gauge> = "pool_pages";
         /// Faults that the newest audit found in the pool's pages, by kind; 0 without a fault
@@ -216,6 +218,11 @@ impl Metrics {
     /// Counts an event of a session.
     pub fn count_session_event(&self, event: &'static str) {
         self.session_events.get(event).inc();
+    }
+
+    /// Counts tokens that were loaded ahead of a turn: `loaded`, `used` or `wasted`.
+    pub fn count_prefetches(&self, fate: &'static str, tokens: u64) {
+        self.prefetched.get(fate).inc_by(tokens);
     }
 
     /// Records how long the engine took to free what a closed session held.

@@ -15,6 +15,7 @@ pub mod engine_monitor;
 mod engine_news;
 mod engine_state;
 mod handle;
+mod prefetch_calls;
 mod published;
 mod reporter;
 mod retentions;
@@ -28,7 +29,6 @@ mod waiters;
 
 use std::{sync::Arc, time::Instant};
 
-use contract::{claim::Claim, id::SessionKey};
 use service::{clock::now, refusal::Code, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -41,6 +41,7 @@ use self::{
     engine_control::EngineControl,
     engine_state::EngineState,
     handle::{OwnerMessage, TurnEnd, new_turn_rid},
+    prefetch_calls::PrefetchCalls,
     reporter::Reporter,
     session_calls::PendingDemotions,
     shims::{Shims, record_inspection},
@@ -50,9 +51,10 @@ use self::{
 };
 pub use self::{
     drain::{DrainState, Ending},
+    engine_control::BegunCall,
     handle::{
-        AdmittedTurn, AgentHandle, EngineNews, Error, Lease, OpenedSession, RankPageAudit,
-        RunModeResult, SessionChange, SessionWatch, TurnRun,
+        AdmittedTurn, AgentHandle, EngineNews, Error, OpenedSession, RankPageAudit, RunModeResult,
+        SessionChange, SessionWatch, TurnLease, TurnRun,
     },
     published::{PageEnd, PublishedSession, SessionSnapshot},
     reporter::ReporterSetup,
@@ -62,7 +64,10 @@ use crate::{
     gpu::tracker::Snapshot,
     ledger::AgentHealth,
     metrics::Metrics,
-    session::{self, Effect, EngineLoad, RouteTurns, SessionEvent, Table, WeightsReport},
+    session::{
+        self, ClaimRequest, Effect, EngineLoad, KvChange, SessionEvent, ShimReport, Table,
+        WeightsReport,
+    },
     shim::{Hello, ShimEvent, trim::TrimmerEvent},
 };
 
@@ -105,6 +110,7 @@ struct Owner {
     handle: AgentHandle,
     waiters: Waiters,
     demotions: PendingDemotions,
+    prefetches: PrefetchCalls,
     reporter: Reporter,
     audit_desk: AuditDesk,
     drain: Drain,
@@ -133,7 +139,7 @@ impl Owner {
                 () = tokio::time::sleep_until(deadline.into()) => {}
                 () = token.cancelled() => return,
             }
-            self.run_deadlines(now());
+            self.after_event(now());
             if self.drain.has_handed_over() {
                 // From now on, the sessions are the next process's: nothing may change them.
                 return token.cancelled().await;
@@ -153,7 +159,7 @@ impl Owner {
         deadlines.into_iter().flatten().fold(self.reporter.next_due(), Instant::min)
     }
 
-    fn run_deadlines(&mut self, now: Instant) {
+    fn after_event(&mut self, now: Instant) {
         self.engine_calls.retry_journal(now);
         self.check_silence(now);
         self.run_shim_check(now);
@@ -161,15 +167,15 @@ impl Owner {
         self.audit_desk.run_deadlines(now);
         self.publish_weights();
         self.carry_out_effects();
-        let turns_running = self.table.turns_inside();
+        let turns_running = self.table.queue().turns_inside();
         let pending = match self.drain.ending() {
-            Some(Ending::HandOver) => self.table.unsettled_count(),
-            Some(Ending::Close) | None => self.table.pending_count(),
+            Some(Ending::HandOver) => self.table.unfinished().changes,
+            Some(Ending::Close) | None => self.table.unfinished().closes,
         };
         match self.drain.advance(now, turns_running, pending, self.engine.info().is_some()) {
             DrainStep::Wait => {}
             DrainStep::AbortTurns => {
-                let rids = self.table.rids_inside().map(str::to_owned).collect();
+                let rids = self.table.queue().rids_inside().map(str::to_owned).collect();
                 self.engine_calls.abort_turns(rids);
             }
             DrainStep::Complete(ending) => {
@@ -186,6 +192,10 @@ impl Owner {
 
     /// Also publishes the description if the ranks' GPUs became known.
     fn publish_report(&mut self, now: Instant) {
+        for key in self.prefetches.due(now, &self.table) {
+            self.prefetch(&key, None);
+        }
+        self.prefetches.count(now, &self.metrics);
         let audits = self.audit_desk.audits();
         let restart = self.table.restart_required(now).or_else(|| audits.restart_reason(now));
         let health = AgentHealth {
@@ -219,19 +229,7 @@ impl Owner {
     fn handle_message(&mut self, message: OwnerMessage) {
         self.reporter.mark_stale();
         match message {
-            OwnerMessage::Claim {
-                principal,
-                claim,
-                is_hint,
-                requested_dp_rank,
-                route_turns,
-                reply,
-            } => {
-                let claim = claim.as_ref().map(|(claim, key)| (claim, key));
-                let claimed =
-                    self.claim(&principal, claim, is_hint, requested_dp_rank, route_turns);
-                drop(reply.send(claimed));
-            }
+            OwnerMessage::Claim { request, reply } => drop(reply.send(self.claim(request))),
             // The turn was claimed before the drain, and its session may be closed by now.
             OwnerMessage::Admit { rid, reply, .. } if self.drain.has_begun() => {
                 self.table.end_turn(now(), &rid, session::Outcome::Refused);
@@ -239,18 +237,18 @@ impl Owner {
             }
             OwnerMessage::Admit { rid, need, prompt_start, reply } => {
                 self.table.set_prompt_start(&rid, prompt_start);
-                if self.table.admit(now(), &rid, need) {
+                if self.table.enqueue(now(), &rid, need) {
+                    // The effect that answers it is carried out after this message.
                     self.waiters.add(rid, Waiter::Turn(reply));
                 }
             }
             OwnerMessage::Abandon(rid) => self.table.abandon_turn(now(), &rid),
-            OwnerMessage::Open { key, retention, idle_max, requested_dp_rank, reply } => {
-                self.open(key, retention, idle_max, requested_dp_rank, reply);
-            }
+            OwnerMessage::Open { request, reply } => self.open(request, reply),
             OwnerMessage::Close { key, only_if_idle, reply } => {
                 self.close(&key, only_if_idle, reply);
             }
             OwnerMessage::Demote { key, reply } => self.demote(key, reply),
+            OwnerMessage::Prefetch { key, reply } => self.prefetch(&key, Some(reply)),
             OwnerMessage::Audit { dp_rank, reply } => self.audit_desk.request(dp_rank, reply),
             OwnerMessage::WatchSessions(reply) => {
                 let _ = reply.send(self.reporter.watch_sessions());
@@ -258,8 +256,8 @@ impl Owner {
             OwnerMessage::BeginControl { effect, reply } => {
                 // A caller that is gone sends no call.
                 let begun = self.begin_control(effect);
-                if let Err(Ok(())) = reply.send(begun) {
-                    self.abandon_control(effect);
+                if let Err(Ok(call)) = reply.send(begun) {
+                    self.abandon_control(call);
                 }
             }
             OwnerMessage::EndControl(end) => self.end_control(end),
@@ -279,42 +277,35 @@ impl Owner {
         }
     }
 
-    /// `claim` is `None` for a turn without a session. `is_hint`: the client only hinted at the
-    /// session, so a turn that the session can't take runs without it.
-    fn claim(
-        &mut self,
-        principal: &str,
-        claim: Option<(&Claim, &SessionKey)>,
-        is_hint: bool,
-        requested_dp_rank: Option<u32>,
-        route_turns: RouteTurns,
-    ) -> Result<Lease, Error> {
+    fn claim(&mut self, mut request: ClaimRequest) -> Result<TurnLease, Error> {
         self.check_usable()?;
         // A session that a client opened takes its turns one after another, or refuses them.
-        let was_opened = claim
-            .and_then(|(_, key)| self.table.get(key))
-            .is_some_and(session::Session::is_exclusive);
-        let is_hint = is_hint && !was_opened;
+        let session =
+            request.claim.as_ref().and_then(|claim| self.table.sessions().get(&claim.key));
+        let is_exclusive = session.is_some_and(session::Session::is_exclusive);
+        let is_beside = session.is_some_and(session::Session::has_turns);
+        let may_leave_out = request.is_hint && request.claim.is_some() && !is_exclusive;
         // Reserve the place for the turn's end now, so that ending the turn never waits.
         let Ok(turn_end_permit) = self.handle.turn_ends.clone().try_reserve_owned() else {
             let detail = "too many wait or run already".to_owned();
             let error = session::Error::OutOfRoom { resource: Code::Turns, detail, wait: None };
             return Err(error.into());
         };
-        let (rid, now) = (new_turn_rid(self.reporter.agent_id(), principal), now());
-        let table = &mut self.table;
-        let mut claim_as =
-            |claim| table.claim(now, &rid, principal, claim, requested_dp_rank, route_turns);
+        let (rid, now) = (new_turn_rid(self.reporter.agent_id(), &request.principal), now());
         let mut session_left_out = None;
-        if let Err(error) = claim_as(claim) {
-            if claim.is_none() || !is_hint {
+        if let Err(error) = self.table.claim(now, &rid, &request) {
+            if !may_leave_out {
                 return Err(error.into());
             }
-            claim_as(None)?;
+            request.claim = None;
+            self.table.claim(now, &rid, &request)?;
             session_left_out = Some(error);
         }
+        if let Some(claim) = &request.claim {
+            self.prefetches.begin_turn(now, &claim.key, request.returns_soon, is_beside);
+        }
         let vocabulary_size = self.engine.info().and_then(|info| info.facts.vocabulary);
-        Ok(Lease {
+        Ok(TurnLease {
             rid,
             session_left_out,
             priority_order: self.engine.info().and_then(|info| info.priority_order),
@@ -351,7 +342,9 @@ impl Owner {
                 self.engine.record_shim(facts.dp_rank, facts.read_at);
                 let (changes, has_old_kv) = (facts.weight_changes, facts.has_old_kv);
                 let weights = WeightsReport { changes, has_old_kv };
-                self.table.handle_weights_report(now(), weights);
+                let is_changing = self.control.changes_weights();
+                let report = KvChange::WeightsCounted { report: weights, is_changing };
+                self.table.handle_kv_change(now(), report);
                 self.reporter.ledger.record_facts(facts);
                 let (waiting_requests, used_tokens) = (facts.waiting.into(), facts.used_tokens());
                 let load = EngineLoad { waiting_requests, used_tokens };
@@ -359,11 +352,14 @@ impl Owner {
             }
             ShimEvent::Sessions(sessions) => self.record_sessions(sessions),
             ShimEvent::Closed { dp_rank, id } => {
-                self.table.handle_session_gone(now(), dp_rank, &id);
+                self.table.handle_shim_report(now(), dp_rank, ShimReport::SessionGone { id: &id });
             }
             ShimEvent::Demoted { dp_rank, number, id, refusal } => {
                 let request = (dp_rank, number);
                 self.shims.handle_demotion(&mut self.table, request, id, refusal.as_deref());
+            }
+            ShimEvent::Prefetched { number, tokens, refusal, .. } => {
+                self.prefetches.finish(number, tokens, refusal);
             }
             ShimEvent::Inspected { dp_rank, number, session } => {
                 record_inspection(&mut self.table, dp_rank, number, session);
@@ -376,7 +372,8 @@ impl Owner {
                 self.audit_desk.remove_rank(dp_rank);
                 self.reporter.ledger.remove_shim(dp_rank);
                 self.shims.remove(dp_rank);
-                self.table.handle_shim_down(now(), dp_rank);
+                self.prefetches.remove_rank(dp_rank);
+                self.table.handle_shim_report(now(), dp_rank, ShimReport::Down);
                 self.refresh_retentions();
             }
             ShimEvent::Committed { id, rid, history_tokens, is_retracted, .. } => {
@@ -384,8 +381,9 @@ impl Owner {
                 let rid = rid.strip_prefix("resp_").unwrap_or(&rid);
                 self.table.handle_commit(rid, &id, history_tokens.into(), is_retracted);
             }
-            ShimEvent::Aborted { id, was_running: true, .. } => {
-                self.table.handle_abort(now(), &id);
+            ShimEvent::Aborted { dp_rank, id, was_running: true } => {
+                let report = ShimReport::Aborted { incarnation: &id };
+                self.table.handle_shim_report(now(), dp_rank, report);
             }
             // The agent asks where it must know what they led to.
             ShimEvent::Opened { .. } | ShimEvent::Aborted { .. } => {}
@@ -451,6 +449,7 @@ impl Owner {
                 }
                 Effect::SessionChanged(key) => {
                     self.demotions.check(&self.table, &key);
+                    self.prefetches.check(&self.table, &key);
                     self.reporter.publish_session(&self.table, &key);
                 }
                 Effect::Freed(time_to_free) => self.metrics.record_close(time_to_free),

@@ -9,7 +9,10 @@ pub mod handover;
 pub mod journal;
 mod kv_identity;
 mod lifecycle;
+mod prefetches;
 mod prefix_tracker;
+mod requests;
+mod returns;
 mod state;
 mod table;
 mod turn;
@@ -21,18 +24,21 @@ use contract::{
     load::{Retention, VolatilePrefix},
 };
 
+use self::journal::Record;
 pub use self::{
     error::Error,
     kv_identity::KvIdentity,
+    prefetches::{PrefetchCounts, Prefetches},
     prefix_tracker::{BLOCKS_MAX, PrefixTracker, PromptStart},
+    requests::{ClaimRequest, OpenRequest},
+    returns::{ExpectedReturns, Presence},
     state::Session,
     table::{
-        EngineLoad, Legacy, PrincipalView, SessionReport, ShareFigures, Table, TablePart,
-        TrimOutcome, TrimPlan, WeightsReport,
+        EngineLoad, KvChange, Legacy, PrincipalView, SessionReport, ShareFigures, ShimReport,
+        Table, TablePart, TrimOutcome, TrimPlan, Unfinished, UnseenBy, WeightsReport,
     },
-    turn::{Need, Outcome, RouteTurns, RunMode, TrimRequest, Turn, TurnSession, Usage},
+    turn::{Need, Outcome, PlannedTurn, RouteTurns, RunMode, TrimRequest, TurnSession, Usage},
 };
-use self::{journal::Record, state::EngineHistory};
 use crate::guard::{Guard, Guards};
 
 /// The least that is reserved for an answer in a session that the agent pinned on its own, unless
@@ -118,7 +124,7 @@ pub enum Effect {
     /// Sends a turn to the engine, or tells a client that the session it opened is open.
     Admitted {
         rid: String,
-        turn: Turn,
+        turn: PlannedTurn,
     },
     /// Refuses a turn that is not inside the engine, or an open. The table has forgotten it.
     Refused {
@@ -135,7 +141,7 @@ pub enum Effect {
     /// The record must be written before the next effect is carried out.
     Journal(Record),
     /// Aborts the turn `rid`, if any, then asks the shim for the history of a suspect session.
-    /// [`Table::handle_inspection`] must follow.
+    /// [`ShimReport::Inspection`] must follow.
     Inspect {
         dp_rank: u32,
         /// The answer repeats it.
@@ -145,7 +151,7 @@ pub enum Effect {
         /// Whether the last answer came too early, so that a pause must come first.
         is_repeat: bool,
     },
-    /// Asks the shim to demote a session. [`Table::handle_demotion`] must follow.
+    /// Asks the shim to demote a session. [`ShimReport::Demotion`] must follow.
     Demote {
         dp_rank: u32,
         /// The answer repeats it.

@@ -18,7 +18,7 @@ use std::{
 };
 
 use contract::count;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use service::{private_folder, tasks::Tasks};
 use tokio::sync::mpsc;
 
@@ -92,7 +92,7 @@ pub struct AuditReply {
 
 /// Figures after the scheduler's last step, from the engine's own counters. The five in tokens
 /// after `pool_tokens` add up to the pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankFacts {
     #[serde(skip)]
     pub dp_rank: u32,
@@ -132,6 +132,32 @@ pub struct RankFacts {
     pub weight_changes: u64,
     /// True if there is KV from before the last change of weights.
     pub has_old_kv: bool,
+    /// `None` if the engine keeps no copies of KV in the host's memory.
+    pub host: Option<HostFacts>,
+}
+
+/// Figures of the host's memory, where the engine copies KV and loads it back from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostFacts {
+    #[serde(deserialize_with = "count::read")]
+    pub total_tokens: u64,
+    #[serde(deserialize_with = "count::read")]
+    pub used_tokens: u64,
+    /// What eviction on the host can free: an estimate.
+    #[serde(deserialize_with = "count::read")]
+    pub evictable_tokens: u64,
+    /// On their way to the device.
+    #[serde(deserialize_with = "count::read")]
+    pub loading_tokens: u64,
+    /// On their way from the device.
+    #[serde(deserialize_with = "count::read")]
+    pub writing_tokens: u64,
+    /// Of all timed loads since the shim's start.
+    #[serde(deserialize_with = "count::read")]
+    pub loaded_tokens: u64,
+    /// The device's time for them.
+    #[serde(deserialize_with = "count::read")]
+    pub loads_us: u64,
 }
 
 impl RankFacts {
@@ -225,6 +251,15 @@ pub enum ShimEvent {
         /// `busy` and `in_flight` are temporary. The shim's `demotion.py` lists all reasons.
         refusal: Option<String>,
     },
+    /// The answer to [`ShimHandle::prefetch`].
+    Prefetched {
+        dp_rank: u32,
+        number: u64,
+        /// So many begin to be loaded now.
+        tokens: u64,
+        /// Why none are. The shim's `prefetch.py` lists all reasons.
+        refusal: Option<String>,
+    },
     /// The answer to [`ShimHandle::inspect`].
     Inspected {
         dp_rank: u32,
@@ -279,6 +314,21 @@ impl ShimHandle {
     /// Waits for room in the queue of commands.
     pub async fn demote(&self, dp_rank: u32, number: u64, session: String) -> Result<(), Error> {
         self.connections.queue_command(dp_rank, &ShimCommand::Demote { number, session }).await
+    }
+
+    /// The session's KV is loaded from the host to the device, if it has no more than `tokens_max`
+    /// tokens there and the engine has nothing else to do with its room.
+    /// [`ShimEvent::Prefetched`] with the same number answers, or [`ShimEvent::Down`]. Fails if the
+    /// command queue is full.
+    pub fn prefetch(
+        &self,
+        dp_rank: u32,
+        number: u64,
+        session: String,
+        tokens_max: u64,
+    ) -> Result<(), Error> {
+        let command = ShimCommand::Prefetch { number, session, tokens_max };
+        self.connections.send_command(dp_rank, &command)
     }
 
     /// Asks for the facts as they are once the engine has handled all requests that it got before.

@@ -20,7 +20,7 @@ use axum::{
     routing::post,
 };
 use contract::{
-    claim,
+    envelope::{self, TurnEnvelope},
     load::Description,
     staged_prefill::{PATH, UNCACHED_TOKENS, cache_salt, decode},
 };
@@ -63,7 +63,7 @@ struct Prompt {
     /// The stages have the caller's rights at the engine.
     caller: Caller,
     /// The client on whose behalf the prompt is computed.
-    principal: String,
+    principal: Arc<str>,
     prompt_tokens: usize,
     dp_rank: u32,
     page_tokens: usize,
@@ -118,8 +118,9 @@ impl StagedPrefillRunner {
     /// The response's header [`UNCACHED_TOKENS`] says how many tokens are left.
     async fn respond(&self, mut request: Request) -> Response {
         let (traces, headers) = (&self.context.traces, request.headers_mut());
-        let trace = spans::begin(traces, headers, PATH, "staged_prefill");
-        match self.compute_prompt(request).await {
+        let envelope = TurnEnvelope::read(headers);
+        let trace = spans::begin(traces, headers, PATH, "staged_prefill", &envelope);
+        match self.compute_prompt(request, envelope).await {
             Ok(left_tokens) => {
                 let mut response = StatusCode::NO_CONTENT.into_response();
                 response.headers_mut().insert(UNCACHED_TOKENS, HeaderValue::from(left_tokens));
@@ -135,8 +136,14 @@ impl StagedPrefillRunner {
     }
 
     /// Returns how many tokens are left: at most one stage.
-    async fn compute_prompt(&self, request: Request) -> Result<u64, Refusal> {
-        let mut prompt = self.read_prompt(request).await?;
+    async fn compute_prompt(
+        &self,
+        request: Request,
+        envelope: Result<TurnEnvelope, envelope::Error>,
+    ) -> Result<u64, Refusal> {
+        let bad_request =
+            |error: envelope::Error| Refusal::new(Code::StagedPrefill, error.to_string());
+        let mut prompt = self.read_prompt(request, envelope.map_err(bad_request)?).await?;
         let StageSize { stage_tokens, tokens_per_s } = self.stage_size(prompt.dp_rank)?;
         if prompt.next_stage_end(stage_tokens).is_some() {
             let place = self.enter_queue(&prompt, tokens_per_s)?;
@@ -145,16 +152,15 @@ impl StagedPrefillRunner {
         Ok(prompt.left_tokens())
     }
 
-    async fn read_prompt(&self, request: Request) -> Result<Prompt, Refusal> {
+    async fn read_prompt(
+        &self,
+        request: Request,
+        envelope: TurnEnvelope,
+    ) -> Result<Prompt, Refusal> {
         let (parts, body) = request.into_parts();
         let caller = parts.extensions.get().copied().unwrap_or(Caller::Local);
         let bad_request = |text: String| Refusal::new(Code::StagedPrefill, text);
-        let dp_rank =
-            claim::rank(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
-        let principal =
-            claim::principal(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
-        let resident_tokens = claim::resident_tokens(&parts.headers);
-        let resident_tokens = resident_tokens.map_err(|error| bad_request(error.to_string()))?;
+        let TurnEnvelope { principal, rank, resident_tokens, .. } = envelope;
         let cache_salt =
             cache_salt(&parts.headers).map_err(|error| bad_request(error.to_string()))?;
         let body = self.context.body_budget.read(body).await?;
@@ -176,7 +182,7 @@ impl StagedPrefillRunner {
             caller,
             principal,
             prompt_tokens,
-            dp_rank: dp_rank.unwrap_or(0),
+            dp_rank: rank.unwrap_or(0),
             page_tokens: page_tokens as usize,
             resident_tokens: usize::try_from(resident_tokens)
                 .unwrap_or(usize::MAX)
@@ -241,17 +247,15 @@ impl StagedPrefillRunner {
         let salt = prompt.cache_salt.as_ref();
         let salt = salt.map_or_else(String::new, |salt| format!(r#","cache_salt":"{salt}""#));
         let body = format!(r#"{{"input_ids":{ids},"sampling_params":{sampling}{salt}}}"#);
-        let resident_tokens = prompt.resident_tokens as u64;
-        let response = data_port::send_own_turn(
-            &self.context,
-            prompt.caller,
-            &prompt.principal,
-            prompt.dp_rank,
-            resident_tokens,
-            &prompt.trace_headers,
-            body,
-        )
-        .await?;
+        let envelope = TurnEnvelope {
+            principal: Arc::clone(&prompt.principal),
+            rank: Some(prompt.dp_rank),
+            resident_tokens: prompt.resident_tokens as u64,
+            ..TurnEnvelope::default()
+        };
+        let (caller, trace_headers) = (prompt.caller, &prompt.trace_headers);
+        let response =
+            data_port::send_own_turn(&self.context, caller, envelope, trace_headers, body).await?;
         let status = response.status();
         let answer_body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
         let bytes = answer_body.map(http_body_util::Collected::to_bytes).unwrap_or_default();

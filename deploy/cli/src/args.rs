@@ -159,6 +159,8 @@ pub enum SessionCommand {
     Close(SessionArgs),
     /// Demotes the pinned session: gives its KV to the engine's cache and keeps its history
     Demote(SessionArgs),
+    /// Begins to load the session's KV from the host's memory to the device, for its next turn
+    Prefetch(SessionArgs),
 }
 
 /// The arguments of a command for one session.

@@ -17,6 +17,8 @@ pub mod workers;
 
 use std::io::{self, Write as _};
 
+use serde::Serialize;
+
 use crate::{
     args::{Args, Command},
     error::Error,
@@ -53,6 +55,12 @@ pub async fn run(args: Args) -> Result<Outcome, Error> {
         Command::Audit(args) => audit::run(target, &args).await,
         Command::Kv(args) => kv::run(target, &args).await,
     }
+}
+
+/// Returns the line that a program reads.
+fn json_line(answer: &impl Serialize) -> String {
+    let text = serde_json::to_string(answer).expect("plain members always serialise");
+    format!("{text}\n")
 }
 
 fn print(text: &str) -> io::Result<()> {

@@ -90,9 +90,10 @@ impl Overlap {
         )
     }
 
+    /// Whether a worker has the first block, on either tier.
     #[must_use]
-    pub fn is_first_block_on_a_device(&self) -> bool {
-        self.device_blocks.iter().any(|blocks| *blocks > 0)
+    pub fn has_blocks(&self) -> bool {
+        self.device_blocks.iter().chain(&self.any_tier_blocks).any(|blocks| *blocks > 0)
     }
 
     pub fn replace_counts(&mut self, other: &Self, is_replaced: impl Fn(usize) -> bool) {

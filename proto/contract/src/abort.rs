@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::{body::Object, route::Kind};
+use crate::{body::Object, id::TurnId, route::Kind};
 
 /// A path of the agent's data port.
 pub const PATH: &str = "/berth/abort";
@@ -26,6 +26,17 @@ pub struct AbortRequest {
     pub principal: Option<String>,
     /// `None`: all turns.
     pub rids: Option<Vec<String>>,
+}
+
+/// What a router asks of each agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentAbortRequest {
+    #[serde(flatten)]
+    pub request: AbortRequest,
+    /// The turns among them that the router has without an answer. The agent may get one of them
+    /// after this request, and aborts it then.
+    #[serde(default)]
+    pub unanswered: Vec<TurnId>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -4,6 +4,7 @@
 //! versions of router and reader may differ a little. So texts stay open where a newer router may
 //! have another one.
 
+mod models;
 mod recent;
 mod sessions;
 mod workers;
@@ -12,11 +13,12 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub use self::{
+    models::{Model, Models},
     recent::{
-        Cursor, Placement, Placements, PrefillPlacement, RecentPlacement, RecentPlacements, Turn,
-        Turns,
+        Cursor, Figures, Placement, Placements, PrefillPlacement, RecentPlacement,
+        RecentPlacements, Turn, Turns, WorkerFigures,
     },
-    sessions::{FleetSession, FleetSessions, Session, SessionReport, Sessions},
+    sessions::{FleetSession, FleetSessions, Prefetch, Session, SessionReport, Sessions},
     workers::{Kv, UnheardAgent, Worker, Workers},
 };
 

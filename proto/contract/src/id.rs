@@ -36,9 +36,7 @@ pub struct SessionKey {
 impl SessionKey {
     pub fn new(principal: impl Into<Arc<str>>, id: impl Into<Arc<str>>) -> Result<Self, Error> {
         let (principal, id) = (principal.into(), id.into());
-        if principal.is_empty() || principal.len() > PRINCIPAL_BYTES_MAX {
-            return Err(Error::NameLength(principal.len()));
-        }
+        check_principal(&principal)?;
         if id.is_empty() || id.len() > SESSION_ID_BYTES_MAX {
             return Err(Error::SessionIdLength(id.len()));
         }
@@ -68,6 +66,11 @@ impl SessionKey {
     }
 }
 
+pub fn check_principal(principal: &str) -> Result<(), Error> {
+    let is_valid = (1..=PRINCIPAL_BYTES_MAX).contains(&principal.len());
+    if is_valid { Ok(()) } else { Err(Error::NameLength(principal.len())) }
+}
+
 /// Shown as 16 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
@@ -77,10 +80,39 @@ impl Digest {
     /// Reads 16 lower-case hex digits.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
-        let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-        let is_digest = text.len() == 16 && text.bytes().all(is_digit);
-        is_digest.then(|| u64::from_str_radix(text, 16).ok()).flatten().map(Self)
+        read_hex(text).map(Self)
     }
+}
+
+/// A router's id of one turn, new for each. Shown as 16 hex digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct TurnId(pub u64);
+
+impl From<TurnId> for String {
+    fn from(turn: TurnId) -> Self {
+        turn.to_string()
+    }
+}
+
+impl TryFrom<String> for TurnId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        read_hex(&text).map(Self).ok_or("a turn id has 16 lower-case hex digits")
+    }
+}
+
+impl fmt::Display for TurnId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+fn read_hex(text: &str) -> Option<u64> {
+    let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    let is_number = text.len() == 16 && text.bytes().all(is_digit);
+    is_number.then(|| u64::from_str_radix(text, 16).ok()).flatten()
 }
 
 impl From<Digest> for String {

@@ -13,6 +13,7 @@ pub mod bootstrap;
 pub mod claim;
 pub mod control;
 pub mod count;
+pub mod envelope;
 pub mod flags;
 pub mod gaps;
 pub mod hints;

@@ -63,8 +63,10 @@ pub enum SessionState {
 #[serde(default)]
 pub struct Device {
     /// The UUID that NVML reports. Without NVML, the engine's name of the device, such as `cpu`.
+    #[schema(required)]
     pub uuid: String,
     /// Marketing name; may be empty.
+    #[schema(required)]
     pub name: String,
     /// Index in the agent's NVML. A MIG slice has the index of its GPU.
     pub index: Option<u32>,
@@ -139,6 +141,7 @@ pub struct Rank {
     /// The most turns and pinned sessions that can exist at once.
     pub rows: u32,
     #[serde(serialize_with = "shown::devices")]
+    #[schema(value_type = Vec<shown::ShownDevice<'static>>)]
     pub devices: Vec<Device>,
 }
 
@@ -239,7 +242,6 @@ pub enum PromptRole {
     Other,
 }
 
-/// JSON has `kv_physical_usage` in addition, the part of the pool that is not free.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct RankLoad {
@@ -264,6 +266,7 @@ pub struct RankLoad {
     pub rows_total: Option<Figure>,
     pub sessions: u32,
     #[serde(serialize_with = "shown::devices")]
+    #[schema(value_type = Vec<shown::ShownDevice<'static>>)]
     pub devices: Vec<Device>,
     /// These turns wait in the agent until the engine has room.
     pub turns_queued: u32,
@@ -280,6 +283,26 @@ pub struct RankLoad {
     pub prefill_backlog_tokens: Option<Figure>,
     /// Absent if the agent doesn't stage prompts.
     pub staged_prefill: Option<StagedPrefill>,
+    /// Absent without the shim, and on an engine without such a tier.
+    pub host: Option<HostTier>,
+}
+
+/// The engine's copies of KV in the host's memory, from which it loads what the device has evicted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct HostTier {
+    pub total_tokens: Option<Figure>,
+    /// Of KV that is on the device too, and of KV that isn't.
+    pub used_tokens: Option<Figure>,
+    /// The part of `used_tokens` that eviction can free: an estimate. With the write policy
+    /// `write_back` also copies of what the device has.
+    pub evictable_tokens: Option<Figure>,
+    /// On their way to the device.
+    pub loading_tokens: Option<Figure>,
+    /// On their way from the device.
+    pub writing_tokens: Option<Figure>,
+    /// As measured; from the agent's settings until a load was measured. Never 0.
+    pub load_tokens_per_s: Option<Figure>,
 }
 
 /// The queue of long prompts that the engine computes in stages before their turns.

@@ -12,8 +12,8 @@ pub const BYTES_MAX: u64 = 64 << 20;
 /// Of file data in one message.
 pub const PART_BYTES_MAX: usize = 256 << 10;
 
-/// The chat template that the engine uses, which the model may store in another file. Absent if the
-/// engine makes prompts from messages without a template.
+/// The chat template that the engine uses, under this name wherever the model stores it. Absent if
+/// the engine makes prompts from messages without a template.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// The format is of Hugging Face's `tokenizers`.
 pub const TOKENIZER: &str = "tokenizer.json";

@@ -35,9 +35,9 @@ const AGENT_ID_BYTES_MAX: usize = 128;
 /// taken for another one. Its first bytes are the same for all sessions of a principal, so that a
 /// table can share its places among principals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ClaimKey(pub [u8; 16]);
+pub struct PlacementClaimKey(pub [u8; 16]);
 
-impl From<&SessionKey> for ClaimKey {
+impl From<&SessionKey> for PlacementClaimKey {
     fn from(key: &SessionKey) -> Self {
         let mut hasher = Sha256::new();
         let principal = key.principal().as_bytes();
@@ -52,7 +52,7 @@ impl From<&SessionKey> for ClaimKey {
     }
 }
 
-impl ClaimKey {
+impl PlacementClaimKey {
     fn principal(self) -> PrincipalHash {
         *self.0.first_chunk().expect("a key is longer")
     }
@@ -62,8 +62,8 @@ impl ClaimKey {
 type PrincipalHash = [u8; PRINCIPAL_BYTES];
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ClaimRequest {
-    pub key: ClaimKey,
+pub struct PlacementClaimRequest {
+    pub key: PlacementClaimKey,
     pub wanted: WorkerId,
     /// Names the claim to replace or renew. `None` if the router knows of no claim.
     pub expected: Option<u64>,
@@ -101,17 +101,17 @@ struct Held {
 }
 
 #[derive(Debug)]
-pub struct ClaimTable {
-    claims: HashMap<ClaimKey, Held>,
-    expiry_order: BTreeSet<(Instant, ClaimKey)>,
+pub struct PlacementClaimTable {
+    claims: HashMap<PlacementClaimKey, Held>,
+    expiry_order: BTreeSet<(Instant, PlacementClaimKey)>,
     /// A principal without claims has no entry.
-    principals: HashMap<PrincipalHash, BTreeSet<(Instant, ClaimKey)>>,
+    principals: HashMap<PrincipalHash, BTreeSet<(Instant, PlacementClaimKey)>>,
     claims_max: usize,
     /// The newest claim has it.
     last_generation: u64,
 }
 
-impl ClaimTable {
+impl PlacementClaimTable {
     /// `epoch` identifies the process: the time of its start, unix nanoseconds. Generations count
     /// from there, so a later process gives out larger ones.
     #[must_use]
@@ -130,9 +130,13 @@ impl ClaimTable {
     ///
     /// In a full table, the principal with the most claims loses the one that expires first to a
     /// principal with fewer.
-    pub fn claim(&mut self, request: ClaimRequest, now: Instant) -> Result<PlacementClaim, Error> {
+    pub fn claim(
+        &mut self,
+        request: PlacementClaimRequest,
+        now: Instant,
+    ) -> Result<PlacementClaim, Error> {
         self.drop_expired(now);
-        let ClaimRequest { key, wanted, expected, ttl } = request;
+        let PlacementClaimRequest { key, wanted, expected, ttl } = request;
         let expires_at = now + ttl.min(TTL_MAX);
         if !self.claims.contains_key(&key) {
             self.make_room(key)?;
@@ -172,7 +176,7 @@ impl ClaimTable {
         self.claims.is_empty()
     }
 
-    fn make_room(&mut self, key: ClaimKey) -> Result<(), Error> {
+    fn make_room(&mut self, key: PlacementClaimKey) -> Result<(), Error> {
         if self.claims.len() < self.claims_max {
             return Ok(());
         }
@@ -196,12 +200,12 @@ impl ClaimTable {
         }
     }
 
-    fn note_place(&mut self, expires_at: Instant, key: ClaimKey) {
+    fn note_place(&mut self, expires_at: Instant, key: PlacementClaimKey) {
         self.expiry_order.insert((expires_at, key));
         self.principals.entry(key.principal()).or_default().insert((expires_at, key));
     }
 
-    fn forget_place(&mut self, expires_at: Instant, key: ClaimKey) {
+    fn forget_place(&mut self, expires_at: Instant, key: PlacementClaimKey) {
         self.expiry_order.remove(&(expires_at, key));
         let Some(claims) = self.principals.get_mut(&key.principal()) else { return };
         claims.remove(&(expires_at, key));
@@ -236,7 +240,7 @@ fn worker_id(agent: String, dp_rank: u32) -> Result<WorkerId, Error> {
     Ok(WorkerId { agent, dp_rank })
 }
 
-impl TryFrom<v1::ClaimPlacementRequest> for ClaimRequest {
+impl TryFrom<v1::ClaimPlacementRequest> for PlacementClaimRequest {
     type Error = Error;
 
     fn try_from(wire: v1::ClaimPlacementRequest) -> Result<Self, Error> {
@@ -246,7 +250,7 @@ impl TryFrom<v1::ClaimPlacementRequest> for ClaimRequest {
             return Err(Error::Ttl(wire.ttl_ms));
         }
         Ok(Self {
-            key: ClaimKey(key),
+            key: PlacementClaimKey(key),
             wanted: worker_id(wire.agent_id, wire.dp_rank)?,
             expected: (wire.generation > 0).then_some(wire.generation),
             ttl,
@@ -254,8 +258,8 @@ impl TryFrom<v1::ClaimPlacementRequest> for ClaimRequest {
     }
 }
 
-impl From<ClaimRequest> for v1::ClaimPlacementRequest {
-    fn from(request: ClaimRequest) -> Self {
+impl From<PlacementClaimRequest> for v1::ClaimPlacementRequest {
+    fn from(request: PlacementClaimRequest) -> Self {
         Self {
             key: request.key.0.to_vec(),
             agent_id: request.wanted.agent,
@@ -305,14 +309,14 @@ mod tests {
         Instant::now()
     }
 
-    fn request(key: u8, agent: u8, expected: Option<u64>) -> ClaimRequest {
+    fn request(key: u8, agent: u8, expected: Option<u64>) -> PlacementClaimRequest {
         let wanted = WorkerId { agent: format!("w{agent}"), dp_rank: 0 };
-        ClaimRequest { key: ClaimKey([key; 16]), wanted, expected, ttl: TTL }
+        PlacementClaimRequest { key: PlacementClaimKey([key; 16]), wanted, expected, ttl: TTL }
     }
 
     #[test]
     fn the_second_router_learns_the_worker_of_the_first() {
-        let (mut table, now) = (ClaimTable::new(8, 100), start());
+        let (mut table, now) = (PlacementClaimTable::new(8, 100), start());
         let first = table.claim(request(1, 1, None), now).unwrap();
         assert!(first.is_granted && first.generation > 100);
         let second = table.claim(request(1, 2, None), now).unwrap();
@@ -323,7 +327,7 @@ mod tests {
 
     #[test]
     fn a_late_router_cannot_overwrite_a_newer_claim() {
-        let (mut table, now) = (ClaimTable::new(8, 0), start());
+        let (mut table, now) = (PlacementClaimTable::new(8, 0), start());
         let first = table.claim(request(1, 1, None), now).unwrap();
         let moved = table.claim(request(1, 2, Some(first.generation)), now).unwrap();
         assert!(moved.is_granted && moved.generation > first.generation);
@@ -333,7 +337,7 @@ mod tests {
 
     #[test]
     fn a_renewed_claim_keeps_its_generation_and_lives_on() {
-        let (mut table, now) = (ClaimTable::new(8, 0), start());
+        let (mut table, now) = (PlacementClaimTable::new(8, 0), start());
         let first = table.claim(request(1, 1, None), now).unwrap();
         let later = now + TTL / 2;
         let renewed = table.claim(request(1, 1, Some(first.generation)), later).unwrap();
@@ -343,7 +347,7 @@ mod tests {
 
     #[test]
     fn a_full_table_refuses_until_a_claim_expires() {
-        let (mut table, now) = (ClaimTable::new(1, 0), start());
+        let (mut table, now) = (PlacementClaimTable::new(1, 0), start());
         table.claim(request(1, 1, None), now).unwrap();
         assert_eq!(table.claim(request(2, 1, None), now), Err(Error::Full(1)));
         assert!(table.claim(request(2, 1, None), now + TTL).unwrap().is_granted);
@@ -351,11 +355,12 @@ mod tests {
 
     #[test]
     fn a_principal_with_many_claims_leaves_room_to_one_with_few() {
-        let (mut table, now) = (ClaimTable::new(100, 0), start());
+        let (mut table, now) = (PlacementClaimTable::new(100, 0), start());
         let mut claim = |principal: &str, number: u32| {
-            let key = ClaimKey::from(&SessionKey::new(principal, number.to_string()).unwrap());
+            let key =
+                PlacementClaimKey::from(&SessionKey::new(principal, number.to_string()).unwrap());
             let now = now + Duration::from_millis(number.into());
-            table.claim(ClaimRequest { key, ..request(0, 1, None) }, now)
+            table.claim(PlacementClaimRequest { key, ..request(0, 1, None) }, now)
         };
         assert!((0..100).all(|number| claim("hog", number).is_ok()));
         assert_eq!(claim("hog", 100), Err(Error::Full(100)));
@@ -367,8 +372,9 @@ mod tests {
 
     #[test]
     fn sessions_of_two_principals_never_share_a_key() {
-        let key =
-            |principal: &str, id: &str| ClaimKey::from(&SessionKey::new(principal, id).unwrap());
+        let key = |principal: &str, id: &str| {
+            PlacementClaimKey::from(&SessionKey::new(principal, id).unwrap())
+        };
         assert_ne!(key("p", "qs"), key("pq", "s"));
         assert_ne!(key("p", "\0s"), key("p\0", "s"));
     }
@@ -376,7 +382,7 @@ mod tests {
     #[test]
     fn impossible_requests_are_refused() {
         let wire = |key: u8| v1::ClaimPlacementRequest::from(request(key, 1, None));
-        let read = ClaimRequest::try_from;
+        let read = PlacementClaimRequest::try_from;
         assert_eq!(read(wire(1)), Ok(request(1, 1, None)));
         let short = v1::ClaimPlacementRequest { key: vec![0; 15], ..wire(1) };
         assert_eq!(read(short), Err(Error::KeyLength(15)));
@@ -395,7 +401,7 @@ mod tests {
             steps in prop::collection::vec((0..6_u8, 0..4_u8, 0..4_u8, 0..20_u64), 0..150),
         ) {
             let mut now = start();
-            let mut table = ClaimTable::new(4, 0);
+            let mut table = PlacementClaimTable::new(4, 0);
             let mut model: Vec<(u8, u8, u64, Instant)> = vec![];
             let mut newest = 0;
             for (key, agent, expects, wait) in steps {

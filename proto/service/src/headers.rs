@@ -1,6 +1,6 @@
 //! Removes the headers that a router or an agent must not pass on from a request or an answer.
 
-use contract::claim;
+use contract::envelope::TRUSTED;
 use http::{HeaderMap, HeaderName, header};
 
 const HOP_BY_HOP: [HeaderName; 9] = [
@@ -69,7 +69,7 @@ fn remove_with_prefixes(headers: &mut HeaderMap, prefixes: &[&str]) {
 
 /// Removes what must not reach the next receiver:
 /// - headers that concern the client's connection, or that the next connection sets itself;
-/// - headers that an agent trusts, because only a router may send them ([`claim::TRUSTED`]);
+/// - headers that an agent trusts, because only a router may send them ([`TRUSTED`]);
 /// - headers by which a client could choose the engine's rank or override members of the body;
 /// - headers by which browsers speak of their pages. A router checks those, for itself.
 pub fn strip_request(headers: &mut HeaderMap) {
@@ -77,7 +77,7 @@ pub fn strip_request(headers: &mut HeaderMap) {
     for name in [header::CONTENT_LENGTH, header::HOST, header::EXPECT, ENGINE_RANK_HEADER] {
         headers.remove(name);
     }
-    for name in claim::TRUSTED {
+    for name in TRUSTED {
         headers.remove(name);
     }
     for name in [header::ORIGIN, header::REFERER, header::COOKIE] {
@@ -144,7 +144,7 @@ mod tests {
             "sec-fetch-site",
             "x-berth-session-id",
         ]);
-        for name in claim::TRUSTED {
+        for name in TRUSTED {
             all.insert(name, HeaderValue::from_static("1"));
         }
         strip_request(&mut all);

@@ -2,6 +2,7 @@
 //!
 //! Contains no decisions about sessions, turns or workers.
 
+pub mod abortable_turns;
 pub mod admin;
 pub mod auth;
 pub mod backoff;
@@ -21,7 +22,6 @@ pub mod proof;
 pub mod refusal;
 pub mod reload;
 pub mod router_token;
-pub mod running_turns;
 pub mod server;
 pub mod settings;
 pub mod signal;

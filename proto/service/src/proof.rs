@@ -5,7 +5,7 @@
 //!   anything else, on each connection to a data or control port.
 //! - A router *signs* each request and call: an HMAC by the token over the challenge, a number, the
 //!   method, the path, and the headers that only a router may send. An agent takes each number
-//!   once. So who listens, or answers in an agent's place, can't act as a router.
+//!   once. So a listener, or an impostor in an agent's place, can't act as a router.
 //! - An agent that announces itself signs its id and its address.
 //!
 //! Requests are signed, not connections, because a proxy between the two may send the requests of
@@ -18,13 +18,13 @@ pub mod router;
 mod windows;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD_NO_PAD};
-use contract::{claim, proof};
+use contract::{envelope::TRUSTED, proof};
 use http::{HeaderMap, HeaderValue, Method, Uri};
 
 use crate::router_token::{Mac, TOKEN_ID_BYTES, Token};
 
 const NONCE_BYTES: usize = 32;
-/// Bytes of a challenge that each agent process has of its own.
+/// Bytes of a challenge that tell one agent process from all others.
 const PROCESS_BYTES: usize = 16;
 /// Bytes of a challenge: those of the agent's process, and the number of the hello.
 const CHALLENGE_BYTES: usize = PROCESS_BYTES + 8;
@@ -127,7 +127,7 @@ fn request_mac(
     parts.iter().for_each(|part| mac.add(part));
     mac.add(method.as_str().as_bytes());
     mac.add(path.as_bytes());
-    for name in &claim::TRUSTED {
+    for name in &TRUSTED {
         if *name != proof::REQUEST {
             for value in headers.get_all(name) {
                 mac.add(name.as_str().as_bytes());

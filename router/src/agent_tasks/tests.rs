@@ -1,4 +1,4 @@
-//! Simulates agents that come and go, and checks that no reference to a slot reaches another agent.
+//! Simulates agents that come and go, and checks that what names one never reaches another.
 
 use std::{
     collections::BTreeMap,
@@ -11,18 +11,18 @@ use contract::{
     load::{Retention, Session, SessionState},
 };
 
+use super::steps::{Step, Steps};
 use crate::{
     config::Config,
     fleet::{
-        lease::Lease,
+        lease::LoadLease,
         membership::{AgentIds, Listing, Phase, Source},
-        slot_keeper::{SlotKeeper, Step},
         snapshot::Snapshot,
         state::{SourceNews, State, Update},
         testing::{description, report, start},
-        worker::{WorkerRef, WorkerState},
+        worker::{AgentKey, WorkerRef, WorkerState},
     },
-    placement::affinity::Affinity,
+    sessions::bindings::Bindings,
 };
 
 /// Number of different addresses; fewer than the lists' changes, so that agents come back.
@@ -35,17 +35,18 @@ struct Turn {
     key: SessionKey,
     worker: WorkerRef,
     control_url: String,
-    lease: Lease,
+    lease: LoadLease,
 }
 
 struct World {
     state: State,
-    keeper: SlotKeeper,
-    affinity: Affinity,
+    steps: Steps,
+    bindings: Bindings,
     rng: fastrand::Rng,
     now: Instant,
-    /// The agents whose tasks run, by slot.
-    followed: BTreeMap<usize, String>,
+    /// The agents whose tasks run.
+    followed: BTreeMap<AgentKey, String>,
+    ended: Vec<AgentKey>,
     turns: Vec<Turn>,
     /// Old snapshots that slow decisions still use.
     held: Vec<Snapshot>,
@@ -60,11 +61,12 @@ impl World {
         let workers = vec!["http://h0:1".to_owned(), "http://h1:1".to_owned()];
         Self {
             state: State::new(&Config { workers, ..Config::default() }),
-            keeper: SlotKeeper::default(),
-            affinity: Affinity::new(1000, Duration::from_secs(3600)),
+            steps: Steps::default(),
+            bindings: Bindings::new(1000, Duration::from_secs(3600)),
             rng: fastrand::Rng::with_seed(seed),
             now: start(),
             followed: BTreeMap::new(),
+            ended: vec![],
             turns: vec![],
             held: vec![],
             bound_to: BTreeMap::new(),
@@ -85,10 +87,11 @@ impl World {
                 let index = self.rng.usize(0..self.held.len());
                 self.held.swap_remove(index);
             }
+            17 if self.rng.bool() => self.hear_of_ended_agent(),
             17 => {
                 let _ = self.state.end_leaving(self.now);
             }
-            _ => self.run_keeper(),
+            _ => self.run_steps(),
         }
         self.check();
     }
@@ -109,12 +112,12 @@ impl World {
 
     /// Lets one agent that is followed say something.
     fn hear_agent(&mut self) {
-        let Some((&slot, url)) = self.rng.choice(&self.followed) else { return };
+        let Some((&agent, url)) = self.rng.choice(&self.followed) else { return };
         let (id, update) = (url.trim_start_matches("http://").replace(':', "-"), self.rng.u8(0..8));
         let session = |number: usize| session(&format!("{id}.{number}"));
         let update = match update {
             0 => Update::AgentLost("gone".to_owned()),
-            1 | 2 if !self.state.agent_at(slot).is_up() => {
+            1 | 2 if !self.state.agent_with(agent).is_up() => {
                 self.epoch += 1;
                 let sessions = (0..3).map(session).collect();
                 let ranks = 1 + u32::try_from(self.epoch % 2).unwrap();
@@ -123,12 +126,12 @@ impl World {
             3 => Update::SessionChanged(session(self.rng.usize(0..6))),
             4 => Update::SessionRemoved(session(self.rng.usize(0..6)).key),
             _ => {
-                let ranks = self.state.agent_at(slot).facts.as_ref();
+                let ranks = self.state.agent_with(agent).facts.as_ref();
                 let ranks = ranks.map_or(0, |facts| facts.description.ranks.len());
                 Update::Report(report(&vec![(0, 0); ranks]))
             }
         };
-        self.state.apply(slot, update, self.now);
+        self.state.apply(agent, update, self.now);
     }
 
     /// Places a turn by the newest snapshot, or by an old one.
@@ -146,9 +149,10 @@ impl World {
             self.sessions_begun += 1;
         }
         let key = SessionKey::new("p", format!("s{}", self.sessions_begun)).unwrap();
-        self.affinity.begin_turn(&key, worker, false, self.now).unwrap();
+        self.bindings.resolve(&key, &view, self.now);
+        self.bindings.begin_turn(&key, worker, false, self.now).unwrap();
         let agent = view.agent(worker);
-        let lease = Lease::acquire(&agent.in_flight[worker.dp_rank as usize], 1);
+        let lease = LoadLease::acquire(&agent.in_flight[worker.dp_rank as usize], 1);
         let control_url = agent.control_url.clone();
         self.bound_to.insert(key.clone(), control_url.clone());
         self.turns.push(Turn { key, worker, control_url, lease });
@@ -160,39 +164,47 @@ impl World {
         }
         let index = self.rng.usize(0..self.turns.len());
         let Turn { key, lease, .. } = self.turns.swap_remove(index);
-        self.affinity.record_answer(&key);
-        self.affinity.end_turn(&key, self.now);
+        self.bindings.record_answer(&key);
+        self.bindings.end_turn(&key, self.now);
         drop(lease);
     }
 
-    fn run_keeper(&mut self) {
-        let steps = self.keeper.next_steps(&self.state.snapshot());
-        for step in steps {
+    fn run_steps(&mut self) {
+        for step in self.steps.next(&self.state.snapshot()) {
             match step {
-                Step::Start { slot, control_url } => {
-                    assert_eq!(self.followed.insert(slot, control_url), None, "followed twice");
+                Step::Start { agent, control_url } => {
+                    assert_eq!(self.followed.insert(agent, control_url), None, "followed twice");
                 }
-                Step::Stop { slot } => {
+                Step::Stop { agent } => {
                     // The last updates of the tasks come before their end.
-                    self.state.apply(slot, Update::AgentLost("stopped".to_owned()), self.now);
-                    self.followed.remove(&slot);
-                    self.state.apply(slot, Update::TasksEnded, self.now);
-                }
-                Step::RemoveReferences { slot } => {
-                    if self.affinity.forget_agent(slot) {
-                        self.keeper.release(slot);
-                        self.state.apply(slot, Update::Unreferenced, self.now);
-                    }
+                    self.state.apply(agent, Update::AgentLost("stopped".to_owned()), self.now);
+                    self.followed.remove(&agent);
+                    self.state.apply(agent, Update::TasksEnded, self.now);
+                    self.ended.push(agent);
                 }
             }
         }
     }
 
-    /// Checks that everything that names a slot means the agent that is there, or an agent that has
-    /// left and whose slot is vacant.
+    /// An update of a turn may come after its agent has left, and its slot has gone to another one.
+    fn hear_of_ended_agent(&mut self) {
+        let Some(&agent) = self.rng.choice(&self.ended) else { return };
+        let update = match self.rng.u8(0..3) {
+            0 => Update::DataPortUnreachable("refused".to_owned()),
+            1 => Update::AgentLost("gone".to_owned()),
+            _ => Update::SessionChanged(session("late.0")),
+        };
+        let before = self.state.snapshot();
+        assert_eq!(self.state.apply(agent, update, self.now), None);
+        let after = self.state.snapshot();
+        let is_same = |(one, other)| Arc::ptr_eq(one, other);
+        assert!(before.agents.iter().zip(&after.agents).all(is_same), "an ended agent was heard");
+    }
+
+    /// Checks that everything that names an agent means it or, if it has left, none.
     fn check(&self) {
         self.state.check_invariants();
-        self.affinity.check_invariants();
+        self.bindings.check_invariants();
         let view = self.state.snapshot();
         let check = |worker: WorkerRef, meant: &str, what: &str| {
             let there = &view.agent(worker).control_url;
@@ -202,7 +214,7 @@ impl World {
             check(turn.worker, &turn.control_url, "a turn");
         }
         for (key, meant) in &self.bound_to {
-            if let Some(binding) = self.affinity.get(key, self.now) {
+            if let Some(binding) = self.bindings.get(key, self.now) {
                 check(binding.worker, meant, "a binding");
             }
         }
@@ -211,9 +223,13 @@ impl World {
             let of_agent = id.split('.').next().unwrap().replace('-', ":");
             check(located.worker, &format!("http://{of_agent}"), "a session");
         }
-        for (&slot, url) in &self.followed {
-            let there = &self.state.agent_at(slot).control_url;
-            assert_eq!(there, url, "the tasks of {url} write to the slot of {there}");
+        for (&agent, url) in &self.followed {
+            let there = &self.state.agent_with(agent).control_url;
+            assert_eq!(there, url, "the tasks of {url} write as those of {there}");
+        }
+        for (key, agent) in view.known_agents() {
+            let own = self.turns.iter().filter(|turn| turn.worker.agent == key).count();
+            assert_eq!(agent.turns_in_flight() as usize, own, "turns of another agent count here");
         }
     }
 
@@ -231,14 +247,18 @@ impl World {
         self.now += Duration::from_secs(3600);
         for _ in 0..4 {
             let _ = self.state.end_leaving(self.now);
-            self.run_keeper();
+            self.run_steps();
             self.check();
         }
         let view = self.state.snapshot();
         assert!(view.agents.iter().all(|agent| agent.phase == Phase::Free), "a slot is left");
-        assert!(self.followed.is_empty() && self.affinity.is_empty() && view.sessions.is_empty());
+        for key in self.bound_to.keys() {
+            assert!(self.bindings.resolve(key, &view, self.now).is_none(), "a binding is left");
+        }
+        assert!(self.followed.is_empty() && self.bindings.is_empty() && view.sessions.is_empty());
         assert_eq!(view.worker_table().workers().len(), 0);
-        assert!(!self.keeper.has_ended_slots());
+        assert_eq!(self.steps.next(&view), []);
+        assert!(self.steps.is_empty());
     }
 }
 
@@ -280,17 +300,17 @@ fn no_turn_binding_or_session_reaches_the_next_agent_of_a_slot() {
 fn an_agent_that_comes_back_in_time_keeps_all_that_is_known_of_it() {
     let mut state = crate::fleet::testing::fleet(&[(0, 0)], start());
     let (now, later) = (start(), start() + Duration::from_secs(2));
-    state.apply(0, Update::SessionChanged(session("s")), now);
+    state.apply(AgentKey::first(0), Update::SessionChanged(session("s")), now);
     let none = SourceNews {
         source: Source::Static,
         list: Some(BTreeMap::new()),
         agent_ids: AgentIds::new(),
     };
     state.apply_news(none, now);
-    let worker = WorkerRef { agent: 0, dp_rank: 0 };
+    let worker = WorkerRef { agent: AgentKey::first(0), dp_rank: 0 };
     assert_eq!(state.snapshot().state(worker, now), WorkerState::Draining);
     assert!(state.end_leaving(later).is_empty(), "its sources may name it again");
-    let url = state.agent_at(0).control_url.clone();
+    let url = state.agent_with(AgentKey::first(0)).control_url.clone();
     let back = BTreeMap::from([(url, Listing::Serving)]);
     state.apply_news(
         SourceNews { source: Source::File, list: Some(back), agent_ids: AgentIds::new() },
@@ -305,8 +325,8 @@ fn an_agent_that_comes_back_in_time_keeps_all_that_is_known_of_it() {
 fn an_agent_leaves_when_its_turns_and_sessions_are_gone_or_after_the_bound() {
     let now = start();
     let mut state = crate::fleet::testing::fleet(&[(0, 0), (0, 0)], now);
-    let lease = Lease::acquire(&state.agent_at(0).in_flight[0], 0);
-    state.apply(1, Update::SessionChanged(session("s")), now);
+    let lease = LoadLease::acquire(&state.agent_with(AgentKey::first(0)).in_flight[0], 0);
+    state.apply(AgentKey::first(1), Update::SessionChanged(session("s")), now);
     let none = SourceNews {
         source: Source::Static,
         list: Some(BTreeMap::new()),
@@ -319,9 +339,12 @@ fn an_agent_leaves_when_its_turns_and_sessions_are_gone_or_after_the_bound() {
     assert_eq!(state.end_leaving(after(61)), ["a0"]);
     assert!(state.end_leaving(after(599)).is_empty());
     assert_eq!(state.end_leaving(after(600)), ["a1"]);
-    let waits = state.snapshot().agent(WorkerRef { agent: 1, dp_rank: 0 }).lost_for(after(600));
+    let waits = state
+        .snapshot()
+        .agent(WorkerRef { agent: AgentKey::first(1), dp_rank: 0 })
+        .lost_for(after(600));
     assert_eq!(waits, None, "nothing waits for it");
-    let counts = Arc::downgrade(&state.agent_at(1).in_flight[0]);
-    state.apply(1, Update::TasksEnded, after(601));
+    let counts = Arc::downgrade(&state.agent_with(AgentKey::first(1)).in_flight[0]);
+    state.apply(AgentKey::first(1), Update::TasksEnded, after(601));
     assert_eq!(counts.strong_count(), 0);
 }

@@ -79,7 +79,7 @@ service::settings! {
         tokenizer_bytes_max: usize = 512 << 20;
         /// Most bytes of the index of resident blocks; beyond that the oldest blocks are forgotten.
         ///
-        /// A block on a worker takes about 8 bytes, so the index holds 60 million blocks. They fill
+        /// A block on a worker takes about 9 bytes, so the index holds 60 million blocks. They fill
         /// 480 KV pools of 8 million tokens.
         overlap_bytes_max: usize = 512 << 20;
     }

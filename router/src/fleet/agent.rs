@@ -16,7 +16,7 @@ use super::{
     lease::{InFlight, InFlightCounts},
     membership::{Phase, Source},
     pairing::PairClass,
-    worker::WorkerState,
+    worker::{AgentKey, WorkerState},
 };
 
 /// How long after a planned end of an agent its successor may still take up its sessions. A restart
@@ -25,6 +25,7 @@ const HANDOVER_MAX: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone)]
 pub struct Agent {
+    pub key: AgentKey,
     /// As the sources list it. Empty if the slot has no agent.
     pub control_url: String,
     pub phase: Phase,
@@ -42,8 +43,7 @@ pub struct Agent {
     pub heard_at: Option<Instant>,
     /// A turn's failure to connect. `None` if there was none, or if it was long ago.
     pub data_port_failure: Option<DataPortFailure>,
-    /// By rank, kept across reconnects. While anything outside the fleet's state shares these
-    /// counts, such as a snapshot or the lease of a turn, no other agent gets this agent's slot.
+    /// By rank, kept across reconnects.
     pub in_flight: Vec<Arc<InFlight>>,
     pub in_flight_at_report: Vec<InFlightCounts>,
 }
@@ -89,9 +89,19 @@ pub enum Link {
 }
 
 impl Agent {
+    /// Stands for every agent that isn't in the fleet any more: nothing is known of it, it takes no
+    /// turns, and nothing waits for it.
+    pub(super) const GONE: Self = Self::new(AgentKey::NOBODY, String::new(), Phase::Free, vec![]);
+
     #[must_use]
-    pub fn new(control_url: String, phase: Phase, sources: Vec<Source>) -> Self {
+    pub const fn new(
+        key: AgentKey,
+        control_url: String,
+        phase: Phase,
+        sources: Vec<Source>,
+    ) -> Self {
         Self {
+            key,
             control_url,
             phase,
             sources,

@@ -2,14 +2,10 @@
 //!
 //! One task per agent connects, follows the stream to its end, pauses, and connects again.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use contract::v1::{LoadEvent, WatchLoadRequest, load_event::Event};
 use service::{backoff::Backoff, log::describe_error};
-use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -18,7 +14,8 @@ use super::{
     dial::{AgentDialer, ProvenConnection, describe_status},
     load_stream::LoadStreamChecker,
     state::Update,
-    view::View,
+    view::{UpdateSender, View},
+    worker::AgentKey,
 };
 
 /// Number of load reports after which the stream of a rejected agent is closed; about ten seconds.
@@ -27,14 +24,13 @@ const REJECTED_REPORTS_MAX: u32 = 20;
 
 #[derive(Debug)]
 pub(crate) struct LoadWatcher {
-    pub(crate) agent_index: usize,
+    pub(crate) agent: AgentKey,
     pub(crate) dialer: AgentDialer,
     /// Longest time to open a stream, and longest wait for its first event. If the event comes
     /// later, the agent counts as lost until then.
     pub(crate) connect_max: Duration,
     pub(crate) sessions_max: usize,
-    /// The agent's slot, the update, and when it arrived.
-    pub(crate) updates: mpsc::Sender<(usize, Update, Instant)>,
+    pub(crate) updates: UpdateSender,
     /// Says whether it rejects the agent.
     pub(crate) view: Arc<View>,
 }
@@ -53,7 +49,7 @@ impl LoadWatcher {
         loop {
             let mut checker = LoadStreamChecker::new(self.sessions_max);
             let why = self.follow_once(&mut checker).await;
-            debug!(agent = self.agent_index, why, "stream ended");
+            debug!(agent = self.agent.slot(), why, "stream ended");
             let was_accepted = checker.is_live() && self.rejection().is_none();
             if self.send(Update::AgentLost(why)).await.is_err() {
                 return;
@@ -129,7 +125,7 @@ impl LoadWatcher {
     /// The reason if the view rejects this agent. The view ignores its session table. When the
     /// reason is gone, the stream must start again, so that the whole table is sent.
     fn rejection(&self) -> Option<String> {
-        match &self.view.load().agents[self.agent_index].link {
+        match &self.view.load().agent_with(self.agent).link {
             Link::Lost { why, is_rejected: true, .. } => Some(why.clone()),
             Link::Lost { .. } | Link::Dialing | Link::Up => None,
         }
@@ -138,7 +134,7 @@ impl LoadWatcher {
     /// Fails if the view task has ended.
     async fn send(&self, update: Update) -> Result<(), ()> {
         let now = service::clock::now();
-        self.updates.send((self.agent_index, update, now)).await.map_err(drop)
+        self.updates.send((self.agent, update, now)).await.map_err(drop)
     }
 }
 

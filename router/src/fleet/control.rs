@@ -9,7 +9,7 @@ use contract::{
     id::SessionKey,
     load::{ModelFiles, Retention, Session},
     model_files::{self, FilesHasher},
-    placement_claim::{self, ClaimRequest, PlacementClaim},
+    placement_claim::{self, PlacementClaim, PlacementClaimRequest},
     v1,
 };
 use service::proof::router::AgentClient;
@@ -19,6 +19,7 @@ use tonic::{Code, Response, Status};
 use super::{
     dial::{AgentDialer, ConnectionEnded},
     tokenizer_files::TokenizerFiles,
+    worker::AgentKey,
 };
 
 /// Longest time to open, close or demote a session. The engine opens a session in under 1 ms, but
@@ -42,24 +43,24 @@ pub(crate) struct OpenedAtAgent {
     pub(crate) was_open: bool,
 }
 
-/// By slot.
+/// Of the agents that are followed.
 #[derive(Debug, Default)]
-pub(crate) struct ControlClients(ArcSwap<BTreeMap<usize, ControlClient>>);
+pub(crate) struct ControlClients(ArcSwap<BTreeMap<AgentKey, ControlClient>>);
 
 impl ControlClients {
-    pub(crate) fn get(&self, agent: usize) -> Result<ControlClient, Status> {
+    pub(crate) fn get(&self, agent: AgentKey) -> Result<ControlClient, Status> {
         let client = self.0.load().get(&agent).cloned();
         client.ok_or_else(|| Status::unavailable("the agent has left the fleet; try again"))
     }
 
     /// Only one task changes the clients.
-    pub(crate) fn insert(&self, agent: usize, client: ControlClient) {
+    pub(crate) fn insert(&self, agent: AgentKey, client: ControlClient) {
         let mut clients = BTreeMap::clone(&self.0.load());
         clients.insert(agent, client);
         self.0.store(Arc::new(clients));
     }
 
-    pub(crate) fn remove(&self, agent: usize) {
+    pub(crate) fn remove(&self, agent: AgentKey) {
         let mut clients = BTreeMap::clone(&self.0.load());
         clients.remove(&agent);
         self.0.store(Arc::new(clients));
@@ -154,6 +155,15 @@ impl ControlClient {
         with_time_limit(self.call(demote)).await.map(drop)
     }
 
+    /// Returns how many tokens of the session's KV begin to be loaded from the host's memory.
+    pub(crate) async fn prefetch(&self, key: &SessionKey) -> Result<u64, Status> {
+        let prefetch = |mut client: AgentClient| {
+            let request = v1::PrefetchSessionRequest { key: Some(key.into()) };
+            async move { client.prefetch_session(request).await }
+        };
+        Ok(with_time_limit(self.call(prefetch)).await?.tokens)
+    }
+
     async fn send_close(
         &self,
         key: &SessionKey,
@@ -167,7 +177,10 @@ impl ControlClient {
     }
 
     /// Has no time limit: the caller has a deadline.
-    pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<PlacementClaim, Status> {
+    pub(crate) async fn claim(
+        &self,
+        request: PlacementClaimRequest,
+    ) -> Result<PlacementClaim, Status> {
         let request = v1::ClaimPlacementRequest::from(request);
         let claim = |mut client: AgentClient| {
             let request = request.clone();
@@ -243,5 +256,27 @@ async fn with_time_limit<T>(call: impl Future<Output = Result<T, Status>>) -> Re
         }
         Ok(answer) => answer,
         Err(_) => Err(Status::deadline_exceeded("the agent did not answer in time")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::dial::AgentCredentials;
+
+    #[tokio::test]
+    async fn calls_for_an_agent_that_has_left_do_not_reach_the_next_one_in_its_slot() {
+        let (clients, old) = (ControlClients::default(), AgentKey::first(0));
+        let dialer = |url| AgentDialer::new(url, &AgentCredentials::default(), CALL_TIME_MAX);
+        let client = |url| ControlClient::new(&dialer(url).expect("it is a URL"));
+        clients.insert(old, client("http://old:1"));
+        clients.remove(old);
+        clients.insert(old.next(), client("http://new:1"));
+        let refused = clients.get(old).expect_err("it has left");
+        assert_eq!(refused.code(), Code::Unavailable);
+        assert!(clients.get(old.next()).is_ok());
+        // The end of the old one may come late.
+        clients.remove(old);
+        assert!(clients.get(old.next()).is_ok());
     }
 }

@@ -18,7 +18,7 @@ use blocks::block::BlockHash;
 
 use super::{
     reuse_forecast::{self, IDLE_CLASSES, IdleClass, ReturnEstimator, ReuseDemand},
-    worker::WorkerRef,
+    worker::{AgentKey, WorkerRef},
 };
 
 /// If at least one of so many prompts that begin something new is continued, the next such prompt
@@ -292,7 +292,7 @@ impl Conversations {
         }
     }
 
-    pub fn forget_agent(&mut self, agent: usize) {
+    pub fn forget_agent(&mut self, agent: AgentKey) {
         let of_agent = |(id, conversation): (&ConversationId, &Conversation)| {
             (conversation.worker.agent == agent).then_some(*id)
         };
@@ -302,9 +302,14 @@ impl Conversations {
         }
     }
 
-    /// Adds the KV of conversations that is presumably used again. `demands` is by agent, then by
-    /// rank.
-    pub(super) fn add_demand(&mut self, demands: &mut [Vec<ReuseDemand>], now: Instant) {
+    /// Adds the KV of conversations that is presumably used again. `demands` is by slot, then by
+    /// rank; `is_known` says which agents have a place there.
+    pub(super) fn add_demand(
+        &mut self,
+        demands: &mut [Vec<ReuseDemand>],
+        is_known: impl Fn(AgentKey) -> bool,
+        now: Instant,
+    ) {
         for has_grown in [false, true] {
             let of_kind = self.conversations.values().filter(|it| it.has_grown == has_grown);
             let idle_times = of_kind.filter_map(|it| Some(it.idle_since?.0));
@@ -312,7 +317,7 @@ impl Conversations {
             self.returns[usize::from(has_grown)].update_estimate(idle_times, now);
         }
         for conversation in self.conversations.values().filter(|it| it.is_resident) {
-            if conversation.worker.agent >= demands.len() {
+            if !is_known(conversation.worker.agent) {
                 continue;
             }
             let demand = reuse_forecast::demand_on(demands, conversation.worker);
@@ -433,7 +438,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn at(agent: usize) -> WorkerRef {
-        WorkerRef { agent, dp_rank: 0 }
+        WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }
     }
 
     /// Returns the hashes of a prompt's first `blocks` blocks.
@@ -552,7 +557,7 @@ mod tests {
         table.rebind(found.id, at(2));
         table.check_invariants();
         assert_eq!((table.tokens_on(at(1)), table.tokens_on(at(2))), (0, 600));
-        table.forget_agent(2);
+        table.forget_agent(AgentKey::first(2));
         table.check_invariants();
         assert_eq!((table.find(&chain(1, 7)), table.tokens_on(at(2))), (None, 0));
     }
@@ -568,10 +573,28 @@ mod tests {
             run_turn(&mut table, &chain(7777, turn), at(1), now);
         }
         let hours = 20_000 * SECOND;
-        table.add_demand(&mut [vec![], vec![]], now + hours);
+        table.add_demand(&mut [vec![], vec![]], |_| true, now + hours);
         assert!(!table.expects_more_turns(), "most came once");
         let [once, grown] = [0, 1].map(|kind| table.returns[kind].chance_milli(Duration::ZERO));
         assert!(once + 100 < grown, "{once} and {grown} thousandths");
+    }
+
+    #[test]
+    fn the_next_agent_of_a_slot_has_none_of_the_conversations() {
+        let (mut table, now) = (Conversations::new(10), start());
+        let (old, new) = (at(0), WorkerRef { agent: at(0).agent.next(), dp_rank: 0 });
+        run_turn(&mut table, &chain(1, 4), old, now);
+        table.forget_agent(new.agent);
+        assert_eq!((table.tokens_on(old), table.tokens_on(new)), (400, 0));
+        assert_eq!((table.oldest_use_on(old), table.oldest_use_on(new)), (Some(now), None));
+        let mut demands = [vec![]];
+        table.add_demand(&mut demands, |agent| agent == new.agent, now);
+        assert!(demands[0].is_empty(), "{demands:?}");
+        run_turn(&mut table, &chain(2, 2), new, now);
+        table.forget_agent(old.agent);
+        table.check_invariants();
+        assert_eq!((table.tokens_on(old), table.tokens_on(new)), (0, 200));
+        assert!(table.find(&chain(1, 5)).is_none() && table.find(&chain(2, 3)).is_some());
     }
 
     proptest! {

@@ -27,7 +27,7 @@ pub struct InFlightCounts {
     /// Sessions that this router has asked the worker to open since the router started. Wraps
     /// around.
     pub open_requests: u32,
-    /// Prompt tokens to be computed for turns whose answer has not begun.
+    /// Prompt tokens to be computed for turns whose answer has no first part yet.
     pub unanswered_tokens: u64,
     /// KV that the turns in flight will add. The agents' session tables show it only after the
     /// turns end.
@@ -70,7 +70,7 @@ impl InFlight {
 }
 
 #[derive(Debug)]
-pub struct Lease {
+pub struct LoadLease {
     in_flight: Arc<InFlight>,
     /// Prompt tokens that the worker was expected to compute when the turn was placed.
     tokens: u64,
@@ -85,7 +85,7 @@ enum PromptState {
     Answered,
 }
 
-impl Lease {
+impl LoadLease {
     #[must_use]
     pub fn acquire(in_flight: &Arc<InFlight>, tokens: u64) -> Self {
         in_flight.turns.fetch_add(1, Ordering::Relaxed);
@@ -108,7 +108,7 @@ impl Lease {
         self.set_prompt_state(PromptState::Sent(self.tokens.min(tokens_max)));
     }
 
-    pub fn record_answer(&mut self) {
+    pub fn record_first_part(&mut self) {
         self.set_prompt_state(PromptState::Answered);
     }
 
@@ -137,9 +137,9 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for LoadLease {
     fn drop(&mut self) {
-        self.record_answer();
+        self.record_first_part();
         self.in_flight.incoming_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         let turns_before = self.in_flight.turns.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(turns_before > 0, "a lease was dropped twice");
@@ -153,8 +153,8 @@ mod tests {
     #[test]
     fn a_lease_counts_until_it_is_dropped() {
         let in_flight = Arc::new(InFlight::default());
-        let first = Lease::acquire(&in_flight, 0);
-        let second = Lease::acquire(&in_flight, 0);
+        let first = LoadLease::acquire(&in_flight, 0);
+        let second = LoadLease::acquire(&in_flight, 0);
         assert_eq!(in_flight.turns(), 2);
         drop(first);
         assert_eq!(in_flight.turns(), 1);
@@ -165,10 +165,10 @@ mod tests {
     #[test]
     fn a_prompt_is_computed_when_its_answer_begins_and_its_kv_comes_until_the_end() {
         let in_flight = Arc::new(InFlight::default());
-        let mut lease = Lease::acquire(&in_flight, 700);
-        let _never_answered = Lease::acquire(&in_flight, 50);
-        lease.record_answer();
-        lease.record_answer();
+        let mut lease = LoadLease::acquire(&in_flight, 700);
+        let _never_answered = LoadLease::acquire(&in_flight, 50);
+        lease.record_first_part();
+        lease.record_first_part();
         assert_eq!(
             (in_flight.counts().unanswered_tokens, in_flight.counts().incoming_tokens),
             (50, 750)
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn a_prompt_in_staged_prefill_delays_no_other_turn_until_its_turn_is_sent() {
         let in_flight = Arc::new(InFlight::default());
-        let mut lease = Lease::acquire(&in_flight, 700);
+        let mut lease = LoadLease::acquire(&in_flight, 700);
         lease.begin_staged_prefill();
         let there = in_flight.counts();
         assert_eq!((there.unanswered_tokens, there.incoming_tokens), (0, 700));
@@ -194,7 +194,7 @@ mod tests {
             (sent.unanswered_tokens, sent.staged_prefill_tokens, sent.staged_prefill_prompts),
             (40, 0, 0)
         );
-        let mut given_up = Lease::acquire(&in_flight, 9);
+        let mut given_up = LoadLease::acquire(&in_flight, 9);
         given_up.begin_staged_prefill();
         drop((lease, given_up));
         assert_eq!(in_flight.counts(), InFlightCounts::default());

@@ -1,7 +1,8 @@
 //! Decides which agents are in the fleet, and which slot each of them has. Pure.
 //!
 //! An agent is a *member* while at least one source lists it as serving. A *slot* is an index of
-//! the router's tables of agents. An agent has its slot until nothing in this process refers to it:
+//! the router's tables of agents. It goes from agent to agent, each with a [key](AgentKey) of its
+//! own:
 //!
 //! | phase | the agent |
 //! |---|---|
@@ -9,11 +10,10 @@
 //! | `Member` | is listed as serving |
 //! | `Leaving` | is not listed as serving any more: takes no new sessions, finishes its turns |
 //! | `Ending` | is not followed any more: its tasks are being stopped |
-//! | `Vacated` | is forgotten, but turns or tables may still refer to its slot |
 //!
 //! An agent that returns while it is leaving is a member again, with all that is known of it. Later
-//! it gets another slot. So a reference to a slot never reaches the agent that has the slot next:
-//! [`super::slot_keeper`] frees the slot only after the last reference is gone.
+//! it begins anew, under another key. What still names the old key, such as a turn or a binding,
+//! finds no agent.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
@@ -21,6 +21,7 @@ use std::{
     time::Instant,
 };
 
+use super::worker::AgentKey;
 use crate::config::AGENTS_MAX;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -73,7 +74,6 @@ pub enum Phase {
     Member,
     Leaving { since: Instant },
     Ending,
-    Vacated,
 }
 
 impl Phase {
@@ -81,17 +81,14 @@ impl Phase {
     pub fn is_followed(self) -> bool {
         matches!(self, Self::Member | Self::Leaving { .. })
     }
-
-    #[must_use]
-    pub fn is_vacant(self) -> bool {
-        matches!(self, Self::Free | Self::Vacated)
-    }
 }
 
 #[derive(Debug, Clone)]
 struct Slot {
+    /// Of a free slot, the key of the agent that gets it next.
+    key: AgentKey,
     phase: Phase,
-    /// Empty if the slot is vacant.
+    /// Empty if the slot is free.
     control_url: Arc<str>,
 }
 
@@ -131,12 +128,25 @@ impl Membership {
         self.slots.len()
     }
 
+    /// Of a free slot, the key of the agent that gets it next.
+    #[must_use]
+    pub fn key(&self, slot: usize) -> AgentKey {
+        self.slots[slot].key
+    }
+
+    /// `None` if the agent has left the fleet.
+    #[must_use]
+    pub fn slot_of(&self, agent: AgentKey) -> Option<usize> {
+        let slot = self.slots.get(agent.slot())?;
+        (slot.key == agent && slot.phase != Phase::Free).then_some(agent.slot())
+    }
+
     #[must_use]
     pub fn phase(&self, slot: usize) -> Phase {
         self.slots[slot].phase
     }
 
-    /// Empty if the slot is vacant.
+    /// Empty if the slot is free.
     #[must_use]
     pub fn control_url(&self, slot: usize) -> &str {
         &self.slots[slot].control_url
@@ -183,16 +193,11 @@ impl Membership {
         self.check_in_debug();
     }
 
-    pub fn vacate(&mut self, slot: usize) {
-        assert_eq!(self.phase(slot), Phase::Ending, "only an ended agent can be forgotten");
-        self.slots[slot] = Slot { phase: Phase::Vacated, control_url: "".into() };
-        self.check_in_debug();
-    }
-
-    /// The slot must be vacated. An agent that waits for a slot gets it.
+    /// The agent's key means no agent from now on. An agent that waits for a slot gets this one.
     pub fn free(&mut self, slot: usize, now: Instant) {
-        assert_eq!(self.phase(slot), Phase::Vacated, "only a vacated slot can be free");
-        self.slots[slot].phase = Phase::Free;
+        assert_eq!(self.phase(slot), Phase::Ending, "only an ended agent can be forgotten");
+        let key = self.key(slot).next();
+        self.slots[slot] = Slot { key, phase: Phase::Free, control_url: "".into() };
         self.free.push_back(slot);
         self.reconcile(now);
         self.check_in_debug();
@@ -205,13 +210,14 @@ impl Membership {
         for (index, slot) in self.slots.iter().enumerate() {
             let is_followed = self.followed.get(&slot.control_url) == Some(&index);
             assert_eq!(slot.phase.is_followed(), is_followed, "slot {index} is indexed wrongly");
-            assert_eq!(slot.phase.is_vacant(), slot.control_url.is_empty(), "slot {index}");
+            assert_eq!(slot.phase == Phase::Free, slot.control_url.is_empty(), "slot {index}");
+            assert_eq!(slot.key.slot(), index, "another slot's key");
             let is_wanted = wanted.contains(&*slot.control_url);
             match slot.phase {
                 Phase::Member => assert!(is_wanted, "slot {index} stays though nothing lists it"),
                 Phase::Leaving { .. } => assert!(!is_wanted, "slot {index} leaves though listed"),
                 Phase::Free => free_count += 1,
-                Phase::Ending | Phase::Vacated => {}
+                Phase::Ending => {}
             }
         }
         let followed = self.slots.iter().filter(|slot| slot.phase.is_followed()).count();
@@ -255,18 +261,18 @@ impl Membership {
     /// The agent gets the slot that has been free for longest, or else a new one, or else it waits.
     fn admit(&mut self, control_url: &str) {
         let control_url: Arc<str> = control_url.into();
-        let slot = Slot { phase: Phase::Member, control_url: Arc::clone(&control_url) };
-        let index = match self.free.pop_front() {
-            Some(index) => {
-                self.slots[index] = slot;
-                index
-            }
-            None if self.slots.len() < AGENTS_MAX => {
-                self.slots.push(slot);
-                self.slots.len() - 1
-            }
+        let key = match self.free.pop_front() {
+            Some(index) => self.key(index),
+            None if self.slots.len() < AGENTS_MAX => AgentKey::first(self.slots.len()),
             None => return,
         };
+        let slot = Slot { key, phase: Phase::Member, control_url: Arc::clone(&control_url) };
+        let index = key.slot();
+        if index == self.slots.len() {
+            self.slots.push(slot);
+        } else {
+            self.slots[index] = slot;
+        }
         self.followed.insert(control_url, index);
     }
 
@@ -339,12 +345,10 @@ mod tests {
         membership.replace_list(Source::File, serving(&["http://a:1", "http://b:1"]), now);
         membership.replace_list(Source::File, SourceList::new(), now);
         membership.end(0);
-        membership.vacate(0);
         // The agent that returns after its end gets another slot.
         membership.replace_list(Source::File, serving(&["http://a:1"]), now);
         assert_eq!((membership.slot_count(), membership.control_url(2)), (3, "http://a:1"));
         membership.end(1);
-        membership.vacate(1);
         membership.free(1, now);
         membership.free(0, now);
         membership.replace_list(Source::Dns, serving(&["http://c:1"]), now);
@@ -361,9 +365,25 @@ mod tests {
         assert_eq!((membership.slot_count(), membership.waiting_count()), (AGENTS_MAX, 1));
         membership.replace_list(Source::File, urls(1..AGENTS_MAX + 1), now);
         membership.end(0);
-        membership.vacate(0);
         assert_eq!(membership.waiting_count(), 1);
         membership.free(0, now);
         assert_eq!((membership.waiting_count(), membership.phase(0)), (0, Phase::Member));
+    }
+
+    #[test]
+    fn the_key_of_an_agent_that_has_left_means_none_even_if_the_agent_comes_back() {
+        let (mut membership, now) = (Membership::new(&[]), start());
+        membership.replace_list(Source::File, serving(&["http://a:1"]), now);
+        let key = membership.key(0);
+        membership.replace_list(Source::File, SourceList::new(), now);
+        assert_eq!(membership.slot_of(key), Some(0), "it leaves");
+        membership.end(0);
+        assert_eq!(membership.slot_of(key), Some(0), "its tasks end");
+        membership.free(0, now);
+        assert_eq!([key, membership.key(0)].map(|key| membership.slot_of(key)), [None; 2]);
+        membership.replace_list(Source::File, serving(&["http://a:1"]), now);
+        let new_key = membership.key(0);
+        assert_eq!([key, new_key].map(|key| membership.slot_of(key)), [None, Some(0)]);
+        assert_eq!(membership.slot_of(AgentKey::first(1)), None, "nobody had the slot");
     }
 }

@@ -120,7 +120,7 @@ mod tests {
     use crate::fleet::{
         state::Update,
         testing::{fleet, report, start},
-        worker::WorkerRef,
+        worker::{AgentKey, WorkerRef},
     };
 
     fn rate(value: u64) -> NonZeroU64 {
@@ -132,7 +132,7 @@ mod tests {
         let now = start();
         let mut state = fleet(&[(0, 0), (0, 0), (0, 0)], now);
         let rate_of = |state: &crate::fleet::state::State, agent| {
-            let worker = WorkerRef { agent, dp_rank: 0 };
+            let worker = WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 };
             state.snapshot().worker_table().get(worker).unwrap().prefill_tokens_per_s()
         };
         assert_eq!(rate_of(&state, 2), None, "nobody was measured");
@@ -141,13 +141,13 @@ mod tests {
             measured.ranks[0].prefill_tokens_per_s =
                 Some(Figure { value, source: Source::Loads, age_ms: 0 });
             state.apply(
-                agent,
+                AgentKey::first(agent),
                 Update::Report(measured),
                 now + super::super::reuse_forecast::FORECAST_AGE_MAX,
             );
         }
         state.apply(
-            2,
+            AgentKey::first(2),
             Update::Report(report(&[(0, 0)])),
             now + 3 * super::super::reuse_forecast::FORECAST_AGE_MAX,
         );
@@ -161,9 +161,9 @@ mod tests {
         let mut measured = report(&[(0, 0)]);
         measured.ranks[0].prefill_tokens_per_s =
             Some(Figure { value: 100_000, source: Source::Loads, age_ms: 0 });
-        state.apply(0, Update::Report(measured), now);
+        state.apply(AgentKey::first(0), Update::Report(measured), now);
         let rate_of = |agent| {
-            let worker = WorkerRef { agent, dp_rank: 0 };
+            let worker = WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 };
             state.snapshot().worker_table().get(worker).unwrap().prefill_tokens_per_s()
         };
         assert_eq!([0, 1].map(rate_of), [Some(100_000); 2]);

@@ -18,7 +18,7 @@ use contract::{
 };
 
 pub(super) use self::returns::ReturnEstimator;
-use super::worker::WorkerRef;
+use super::worker::{AgentKey, WorkerRef};
 
 /// Within this time, new turns change the sums by about one session in a hundred. Summing 100,000
 /// sessions takes a millisecond.
@@ -206,7 +206,7 @@ impl ReuseForecast {
 
     /// KV that the session abandoned on this agent stops counting. Either the agent closed the
     /// session, and eviction takes its KV first, or the session had not returned for a long time.
-    pub fn remove(&mut self, agent: usize, key: &SessionKey, now: Instant) {
+    pub fn remove(&mut self, agent: AgentKey, key: &SessionKey, now: Instant) {
         let digest = key.digest();
         self.forget(agent, digest, now);
         let abandoned = self
@@ -224,16 +224,16 @@ impl ReuseForecast {
     }
 
     /// The caller then records all sessions of the agent's new table.
-    pub fn clear_agent(&mut self, agent: usize) {
+    pub fn clear_agent(&mut self, agent: AgentKey) {
         self.sessions.retain(|_, entry| entry.worker.agent != agent);
         self.abandoned.retain(|worker, _| worker.agent != agent);
     }
 
-    /// By agent, then by rank; `None` if the last forecasts are recent enough. An agent's list ends
+    /// By slot, then by rank; `None` if the last forecasts are recent enough. An agent's list ends
     /// with its last rank that has demand.
     pub fn forecast_if_due(
         &mut self,
-        agent_count: usize,
+        slot_count: usize,
         now: Instant,
     ) -> Option<Vec<Vec<ReuseDemand>>> {
         let age = self.forecast_at.map(|at| now.saturating_duration_since(at));
@@ -244,7 +244,7 @@ impl ReuseForecast {
         let idle_time_of =
             |entry: &SessionEntry| Some(now.saturating_duration_since(entry.idle_since?));
         self.return_estimator.update_estimate(self.sessions.values().filter_map(idle_time_of), now);
-        let mut demands: Vec<Vec<ReuseDemand>> = vec![vec![]; agent_count];
+        let mut demands: Vec<Vec<ReuseDemand>> = vec![vec![]; slot_count];
         for entry in self.sessions.values() {
             let demand = demand_on(&mut demands, entry.worker);
             match idle_time_of(entry) {
@@ -263,7 +263,7 @@ impl ReuseForecast {
     }
 
     /// Keeps a session whose last turn another agent's worker ran.
-    fn forget(&mut self, agent: usize, digest: Digest, now: Instant) {
+    fn forget(&mut self, agent: AgentKey, digest: Digest, now: Instant) {
         if let Some(entry) = self.sessions.get(&digest).copied()
             && entry.worker.agent == agent
         {
@@ -288,7 +288,7 @@ impl ReuseForecast {
 
 /// Adds empty forecasts up to the worker's if needed.
 pub(super) fn demand_on(demands: &mut [Vec<ReuseDemand>], worker: WorkerRef) -> &mut ReuseDemand {
-    let ranks = &mut demands[worker.agent];
+    let ranks = &mut demands[worker.agent.slot()];
     let rank = worker.dp_rank as usize;
     if ranks.len() <= rank {
         ranks.resize(rank + 1, ReuseDemand::default());
@@ -310,7 +310,7 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     fn at(agent: usize) -> WorkerRef {
-        WorkerRef { agent, dp_rank: 0 }
+        WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }
     }
 
     fn session(id: &str, tokens: u64, idle: Option<Duration>) -> Session {
@@ -354,7 +354,7 @@ mod tests {
         forecast.upsert(at(1), &session("s", 120, Some(Duration::ZERO)), later + MINUTE);
         // The first worker sends its table again; there the session has been idle for longer.
         forecast.upsert(at(0), &session("s", 100, Some(2 * MINUTE)), later + MINUTE);
-        forecast.remove(0, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
+        forecast.remove(at(0).agent, &SessionKey::new("p", "s").unwrap(), later + MINUTE);
         let sums = forecast.forecast_if_due(2, later + MINUTE).unwrap();
         assert_eq!(sums[1][0].idle_classes[0].tokens, 120);
     }
@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(sums(&mut forecast, now)[0].wanted_tokens, 80_000, "not evicted at first");
         let later = now + 2 * ABANDONED_HALF_LIFE;
         assert_eq!(sums(&mut forecast, later)[0].wanted_tokens, 20_000);
-        forecast.remove(0, &session("s", 0, None).key, later);
+        forecast.remove(at(0).agent, &session("s", 0, None).key, later);
         assert_eq!(
             sums(&mut forecast, later + MINUTE)[0].wanted_tokens,
             0,
@@ -408,7 +408,7 @@ mod tests {
             90_000,
             "60,000 of them are abandoned"
         );
-        forecast.remove(0, &session("s", 0, None).key, now);
+        forecast.remove(at(0).agent, &session("s", 0, None).key, now);
         let later = now + 30 * ABANDONED_HALF_LIFE;
         assert_eq!(sums(&mut forecast, later)[0].wanted_tokens, 0);
     }
@@ -418,7 +418,7 @@ mod tests {
         let now = start();
         let mut forecast = ReuseForecast::new(1000);
         forecast.upsert(at(0), &session("s", 90_000, None), now);
-        forecast.clear_agent(0);
+        forecast.clear_agent(at(0).agent);
         assert_eq!(sums(&mut forecast, now)[0], ReuseDemand::default());
     }
 
@@ -429,5 +429,22 @@ mod tests {
         assert!(forecast.forecast_if_due(1, now).is_some());
         assert!(forecast.forecast_if_due(1, now + FORECAST_AGE_MAX / 2).is_none());
         assert!(forecast.forecast_if_due(1, now + FORECAST_AGE_MAX).is_some());
+    }
+
+    #[test]
+    fn what_an_agent_left_behind_is_not_taken_from_the_next_one_in_its_slot() {
+        let (mut forecast, now) = (ReuseForecast::new(10), start());
+        let (old, new) = (at(0), WorkerRef { agent: at(0).agent.next(), dp_rank: 0 });
+        forecast.upsert(old, &session("s", 700, Some(Duration::ZERO)), now);
+        forecast.upsert(at(1), &session("s", 700, None), now);
+        forecast.clear_agent(old.agent);
+        forecast.upsert(new, &session("t", 500, Some(Duration::ZERO)), now);
+        forecast.upsert(at(1), &session("t", 500, None), now);
+        // The next agent closes its copy of the session that the old one had.
+        forecast.remove(new.agent, &session("s", 0, None).key, now);
+        assert_eq!(sums(&mut forecast, now)[0].wanted_tokens, 500);
+        forecast.clear_agent(old.agent);
+        let later = now + MINUTE;
+        assert!(sums(&mut forecast, later)[0].wanted_tokens > 0, "another agent's");
     }
 }

@@ -17,7 +17,7 @@ use contract::{
     load::{Retention, Session, SessionState},
 };
 
-use super::worker::WorkerRef;
+use super::worker::{AgentKey, WorkerRef};
 
 /// Number of groups of shards, and of shards in a group. With a million sessions, a shard has 15
 /// entries.
@@ -75,7 +75,7 @@ impl Shards {
 #[derive(Debug, Clone)]
 pub struct Sessions {
     shards: Shards,
-    /// By agent.
+    /// By slot. Of a slot's agents only the newest has entries.
     entry_counts: Vec<usize>,
     agent_sessions_max: usize,
     /// The keys with several entries. There are few, or none.
@@ -98,8 +98,8 @@ impl Sessions {
     }
 
     #[must_use]
-    pub fn has_any(&self, agent: usize) -> bool {
-        self.entry_counts[agent] > 0
+    pub fn has_any(&self, agent: AgentKey) -> bool {
+        self.entry_counts[agent.slot()] > 0
     }
 
     #[must_use]
@@ -110,7 +110,7 @@ impl Sessions {
     /// The client of a pinned session may send only what is new, so the session can't move; others
     /// move with their next turns.
     #[must_use]
-    pub fn has_pinned(&self, agent: usize) -> bool {
+    pub fn has_pinned(&self, agent: AgentKey) -> bool {
         let is_pinned = |entry: &ReportedSession| {
             entry.worker.agent == agent && entry.session.retention == Retention::Pinned
         };
@@ -123,7 +123,7 @@ impl Sessions {
     }
 
     #[must_use]
-    pub fn idle(&self, key: &SessionKey, agent: usize, now: Instant) -> Option<Duration> {
+    pub fn idle(&self, key: &SessionKey, agent: AgentKey, now: Instant) -> Option<Duration> {
         let entry = self.locate(key).iter().find(|entry| entry.worker.agent == agent);
         entry.map(|entry| entry.idle(now))
     }
@@ -144,8 +144,8 @@ impl Sessions {
 
     /// Returns false if the agent has as many entries as allowed and none for this session. The
     /// session is then left out.
-    pub fn upsert(&mut self, agent: usize, session: Session, now: Instant) -> bool {
-        let is_full = self.entry_counts[agent] >= self.agent_sessions_max;
+    pub fn upsert(&mut self, agent: AgentKey, session: Session, now: Instant) -> bool {
+        let is_full = self.entry_counts[agent.slot()] >= self.agent_sessions_max;
         let worker = WorkerRef { agent, dp_rank: session.dp_rank };
         let old = self.locate(&session.key).iter().find(|entry| entry.worker.agent == agent);
         let has_entry = old.is_some();
@@ -173,11 +173,11 @@ impl Sessions {
                 shard.insert(key, vec![new_entry]);
             }
         }
-        self.entry_counts[agent] += usize::from(!has_entry);
+        self.entry_counts[agent.slot()] += usize::from(!has_entry);
         true
     }
 
-    pub fn remove(&mut self, agent: usize, key: &SessionKey) {
+    pub fn remove(&mut self, agent: AgentKey, key: &SessionKey) {
         let has_entry = self.locate(key).iter().any(|entry| entry.worker.agent == agent);
         if !has_entry {
             return;
@@ -192,10 +192,10 @@ impl Sessions {
                 shard.remove(key);
             }
         }
-        self.entry_counts[agent] -= 1;
+        self.entry_counts[agent.slot()] -= 1;
     }
 
-    pub fn remove_all(&mut self, agent: usize) {
+    pub fn remove_all(&mut self, agent: AgentKey) {
         // A router that starts hears of each agent for the first time, and has nothing to look for.
         if self.has_any(agent) {
             let of_agent = |entry: &&ReportedSession| entry.worker.agent == agent;
@@ -206,7 +206,7 @@ impl Sessions {
     }
 
     /// Returns how many sessions didn't fit.
-    pub fn replace(&mut self, agent: usize, sessions: Vec<Session>, now: Instant) -> usize {
+    pub fn replace(&mut self, agent: AgentKey, sessions: Vec<Session>, now: Instant) -> usize {
         self.remove_all(agent);
         sessions
             .into_iter()
@@ -228,7 +228,7 @@ impl Sessions {
                 split_count += usize::from(entries.len() > 1);
                 for entry in entries {
                     assert_eq!(entry.session.key, **key, "an entry under the wrong key");
-                    entry_counts[entry.worker.agent] += 1;
+                    entry_counts[entry.worker.agent.slot()] += 1;
                 }
             }
         }
@@ -277,7 +277,7 @@ mod tests {
         let mut sessions = Sessions::new(1, 4);
         let mut report = |state, minutes| {
             let session = Session { state, ..session("s", 0) };
-            assert!(sessions.upsert(0, session, begin + minutes * MINUTE));
+            assert!(sessions.upsert(AgentKey::first(0), session, begin + minutes * MINUTE));
             sessions.locate(&key)[0].demoted_at
         };
         assert_eq!(report(SessionState::Demoted, 0), None, "it was so when it was first heard of");
@@ -294,7 +294,7 @@ mod tests {
         let (begin, mut sessions) = (start(), Sessions::new(1, 4));
         let mut idle = |turns_running| {
             let session = Session { turns_running, idle: MINUTE, ..session("s", 0) };
-            assert!(sessions.upsert(0, session, begin));
+            assert!(sessions.upsert(AgentKey::first(0), session, begin));
             sessions.locate(&SessionKey::new("p", "s").unwrap())[0].idle(begin + 2 * MINUTE)
         };
         assert_eq!((idle(0), idle(1)), (3 * MINUTE, Duration::ZERO));
@@ -302,32 +302,45 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_agrees_with_a_set(ops in prop::collection::vec((0..4_u8, 0..3_usize, 0..6_u8), 0..80)) {
+        fn it_agrees_with_a_set(ops in prop::collection::vec((0..5_u8, 0..3_usize, 0..6_u8), 0..80)) {
             let mut sessions = Sessions::new(3, 4);
             let mut model: BTreeSet<(usize, String)> = BTreeSet::new();
+            let (mut keys, mut gone) = ([0, 1, 2].map(AgentKey::first), vec![]);
             for (op, agent, id) in ops {
-                let id = format!("s{id}");
+                let (key, id) = (keys[agent], format!("s{id}"));
                 let of_agent = model.iter().filter(|(of, _)| *of == agent).count();
                 match op {
                     0 | 1 => {
                         let fits = model.contains(&(agent, id.clone())) || of_agent < 4;
-                        prop_assert_eq!(sessions.upsert(agent, session(&id, 0), start()), fits);
+                        prop_assert_eq!(sessions.upsert(key, session(&id, 0), start()), fits);
                         if fits { model.insert((agent, id)); }
                     }
                     2 => {
-                        sessions.remove(agent, &SessionKey::new("p", id.as_str()).unwrap());
+                        sessions.remove(key, &SessionKey::new("p", id.as_str()).unwrap());
                         model.remove(&(agent, id));
                     }
+                    // Another agent gets the slot.
+                    3 => {
+                        sessions.remove_all(key);
+                        model.retain(|(of, _)| *of != agent);
+                        keys[agent] = key.next();
+                        gone.push((key, id));
+                    }
                     _ => {
-                        sessions.replace(agent, vec![session(&id, 1)], start());
+                        sessions.replace(key, vec![session(&id, 1)], start());
                         model.retain(|(of, _)| *of != agent);
                         model.insert((agent, id));
                     }
                 }
+                // What comes too late for an agent that has left changes nothing.
+                for (key, id) in &gone {
+                    sessions.remove(*key, &SessionKey::new("p", id.as_str()).unwrap());
+                }
                 sessions.check_invariants();
+                prop_assert!(sessions.iter().all(|one| keys.contains(&one.worker.agent)));
                 let held: BTreeSet<(usize, String)> = sessions
                     .iter()
-                    .map(|one| (one.worker.agent, one.session.key.id().to_owned()))
+                    .map(|one| (one.worker.agent.slot(), one.session.key.id().to_owned()))
                     .collect();
                 prop_assert_eq!(&held, &model);
             }

@@ -16,23 +16,26 @@ use contract::{
 
 use super::{
     agent::{Agent, Facts, Link},
+    membership::Phase,
     reuse_forecast::ReuseDemand,
     sessions::Sessions,
-    worker::{WorkerRef, WorkerState},
+    worker::{AgentKey, WorkerRef, WorkerState},
     worker_table::{WorkerStats, WorkerTable},
 };
 
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// By slot; those of the settings come first, in their order. A slot may be vacant.
+    /// By slot; those of the settings come first, in their order. A slot may be free.
     pub agents: Vec<Arc<Agent>>,
+    /// By slot.
+    pub(super) agent_keys: Arc<[AgentKey]>,
     /// Changes whenever an agent joins, leaves or changes its phase or sources.
     pub(super) members_version: u64,
     /// Whether a source has neither sent a list nor failed yet.
     pub(super) has_silent_sources: bool,
     pub sessions: Sessions,
     pub(super) worker_table: WorkerTable,
-    /// By agent, then by rank.
+    /// By slot, then by rank.
     pub(super) reuse_demands: Arc<Vec<Vec<ReuseDemand>>>,
     /// Models and adapters. If true, a turn may go to any agent, or to none.
     pub(super) serves_same_models: bool,
@@ -47,10 +50,10 @@ pub struct Snapshot {
 impl Snapshot {
     /// Of all agents that were ever heard, in the order of agents, then of ranks.
     pub fn workers(&self) -> impl Iterator<Item = (WorkerRef, &Agent, &Facts)> {
-        self.agents.iter().enumerate().flat_map(|(index, agent)| {
+        self.agents.iter().flat_map(|agent| {
             agent.facts.iter().flat_map(move |facts| {
                 facts.description.ranks.iter().map(move |rank| {
-                    (WorkerRef { agent: index, dp_rank: rank.dp_rank }, &**agent, facts)
+                    (WorkerRef { agent: agent.key, dp_rank: rank.dp_rank }, &**agent, facts)
                 })
             })
         })
@@ -59,7 +62,7 @@ impl Snapshot {
     /// The name under which all routers know a worker. `None` if its agent was never heard.
     #[must_use]
     pub fn worker_id(&self, worker: WorkerRef) -> Option<WorkerId> {
-        let facts = self.agents.get(worker.agent)?.facts.as_ref()?;
+        let facts = self.agent(worker).facts.as_ref()?;
         Some(WorkerId { agent: facts.description.agent_id.clone(), dp_rank: worker.dp_rank })
     }
 
@@ -73,14 +76,42 @@ impl Snapshot {
         named.max_by_key(|(_, agent, _)| agent.is_up()).map(|(worker, ..)| worker)
     }
 
+    /// See [`Self::agent_with`].
     #[must_use]
     pub fn agent(&self, worker: WorkerRef) -> &Agent {
-        &self.agents[worker.agent]
+        self.agent_with(worker.agent)
     }
 
-    /// Without the vacant slots.
-    pub fn known_agents(&self) -> impl Iterator<Item = (usize, &Arc<Agent>)> {
-        self.agents.iter().enumerate().filter(|(_, agent)| !agent.phase.is_vacant())
+    /// An agent that has left the fleet, or joined it after this snapshot, is as one that was never
+    /// heard: it has no facts, load or counts, isn't up, and isn't waited for.
+    #[must_use]
+    pub fn agent_with(&self, key: AgentKey) -> &Agent {
+        static GONE: Agent = Agent::GONE;
+        let agent = self.agents.get(key.slot()).filter(|agent| agent.key == key);
+        agent.map_or(&GONE, |agent| agent)
+    }
+
+    /// By slot. That of a free slot is the key of its next agent.
+    #[must_use]
+    pub fn agent_keys(&self) -> &Arc<[AgentKey]> {
+        &self.agent_keys
+    }
+
+    #[must_use]
+    pub fn has_agent(&self, key: AgentKey) -> bool {
+        self.agent_with(key).phase != Phase::Free
+    }
+
+    /// False for an agent that joined the fleet after this snapshot.
+    #[must_use]
+    pub fn has_left(&self, key: AgentKey) -> bool {
+        self.agent_keys.get(key.slot()).is_some_and(|newest| key < *newest)
+    }
+
+    /// Those that are in the fleet.
+    pub fn known_agents(&self) -> impl Iterator<Item = (AgentKey, &Arc<Agent>)> {
+        let known = self.agents.iter().filter(|agent| agent.phase != Phase::Free);
+        known.map(|agent| (agent.key, agent))
     }
 
     #[must_use]
@@ -88,8 +119,9 @@ impl Snapshot {
         self.members_version
     }
 
-    /// The agent was never heard. The slot may be the next new one.
-    pub(super) fn place_agent(&mut self, slot: usize, agent: Agent) {
+    /// The agent was never heard. Its slot may be the next new one.
+    pub(super) fn place_agent(&mut self, agent: Agent) {
+        let slot = agent.key.slot();
         if slot == self.agents.len() {
             self.agents.push(Arc::new(agent));
             self.sessions.add_agent();
@@ -112,7 +144,9 @@ impl Snapshot {
 
     #[must_use]
     pub fn reuse_demand(&self, worker: WorkerRef) -> &ReuseDemand {
-        let ranks = self.reuse_demands.get(worker.agent);
+        // The worker table, which the caller has just read, tells whether the worker is there.
+        let known = self.worker_table.get(worker).map(WorkerStats::worker);
+        let ranks = known.and_then(|worker| self.reuse_demands.get(worker.agent.slot()));
         let demand = ranks.and_then(|ranks| ranks.get(worker.dp_rank as usize));
         demand.unwrap_or(&ReuseDemand::NOTHING)
     }

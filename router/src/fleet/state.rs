@@ -26,7 +26,7 @@ use super::{
     reuse_forecast::ReuseForecast,
     sessions::Sessions,
     snapshot::Snapshot,
-    worker::WorkerRef,
+    worker::{AgentKey, WorkerRef},
     worker_table::WorkerTable,
 };
 use crate::config::{Config, control_authority};
@@ -47,10 +47,9 @@ pub enum Update {
     AgentLost(String),
     /// A turn couldn't connect to the agent's data port. The text is the reason.
     DataPortUnreachable(String),
-    /// The tasks of an agent that has left the fleet have ended. They send no further updates.
+    /// The tasks of an agent that has left the fleet have ended. They send no further updates, and
+    /// nothing of the agent is left in tables by slot.
     TasksEnded,
-    /// Nothing outside refers to the slot of a forgotten agent any more.
-    Unreferenced,
 }
 
 #[derive(Debug)]
@@ -101,6 +100,7 @@ impl State {
         let view = Snapshot {
             worker_table: WorkerTable::new(0),
             agents: vec![],
+            agent_keys: Arc::default(),
             sessions: Sessions::new(0, config.limits.sessions_max),
             members_version: 0,
             has_silent_sources: false,
@@ -134,9 +134,10 @@ impl State {
         Arc::clone(&self.conversations)
     }
 
+    /// See [`Snapshot::agent_with`].
     #[must_use]
-    pub fn agent_at(&self, agent_index: usize) -> &Agent {
-        &self.view.agents[agent_index]
+    pub fn agent_with(&self, key: AgentKey) -> &Agent {
+        self.view.agent_with(key)
     }
 
     /// When the next worker becomes stale, or the leaving agents must be looked at, if no further
@@ -158,79 +159,77 @@ impl State {
     }
 
     /// Returns a warning for the log if the agent, or some of its sessions, had to be left out.
-    pub fn apply(&mut self, agent_index: usize, update: Update, now: Instant) -> Option<String> {
-        let is_followed = self.membership.phase(agent_index).is_followed();
+    /// An update of an agent that has left the fleet changes nothing.
+    pub fn apply(&mut self, agent_key: AgentKey, update: Update, now: Instant) -> Option<String> {
+        let slot = self.membership.slot_of(agent_key)?;
+        let is_followed = self.membership.phase(slot).is_followed();
         let warning = match update {
             Update::TasksEnded => {
-                self.vacate(agent_index);
-                return None;
-            }
-            Update::Unreferenced => {
-                self.membership.free(agent_index, now);
-                self.sync_members();
+                self.forget(slot, now);
                 return None;
             }
             // A late update of an agent that has ended.
             _ if !is_followed => return None,
             Update::StreamBegan { description, sessions } => {
-                self.begin(agent_index, description, sessions, now)
+                self.begin(slot, description, sessions, now)
             }
-            Update::EngineRestarted(description) => self.describe(agent_index, description, now),
+            Update::EngineRestarted(description) => self.describe(slot, description, now),
             // The agent was rejected; see `identity`.
             Update::Report(_) | Update::SessionChanged(_) | Update::SessionRemoved(_)
-                if !self.view.agents[agent_index].is_up() =>
+                if !self.view.agents[slot].is_up() =>
             {
                 None
             }
             Update::Report(report) => {
-                self.record_report(agent_index, report, now);
+                self.record_report(slot, report, now);
                 None
             }
             Update::SessionChanged(session) => {
-                let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
+                let worker = WorkerRef { agent: agent_key, dp_rank: session.dp_rank };
                 self.forecast.upsert(worker, &session, now);
-                let has_room = self.view.sessions.upsert(agent_index, session, now);
+                let has_room = self.view.sessions.upsert(agent_key, session, now);
                 (!has_room).then(|| "sessions_max is reached, a session is left out".to_owned())
             }
             Update::SessionRemoved(key) => {
-                self.forecast.remove(agent_index, &key, now);
-                self.view.sessions.remove(agent_index, &key);
+                self.forecast.remove(agent_key, &key, now);
+                self.view.sessions.remove(agent_key, &key);
                 None
             }
             Update::AgentLost(why) => {
-                self.record_loss(agent_index, why, now);
+                self.record_loss(slot, why, now);
                 return None;
             }
             Update::DataPortUnreachable(why) => {
-                let agent = self.agent_mut(agent_index);
+                let agent = self.agent_mut(slot);
                 // If the agent isn't up, its workers take no turns anyway.
                 let failure = DataPortFailure { why, reports_left: UNREACHABLE_REPORTS_MAX };
                 agent.data_port_failure = agent.is_up().then_some(failure);
-                self.update_rows(agent_index);
+                self.update_rows(slot);
                 return None;
             }
         };
-        let agent = self.agent_mut(agent_index);
+        let agent = self.agent_mut(slot);
         agent.heard_at = Some(now);
         agent.note_usability(now);
-        self.update_rows(agent_index);
+        self.update_rows(slot);
         let demands = self.forecast.forecast_if_due(self.view.agents.len(), now);
         let is_due = demands.is_some();
         if let Some(mut demands) = demands {
-            self.conversations.lock().add_demand(&mut demands, now);
+            let is_known = |agent| self.view.has_agent(agent);
+            self.conversations.lock().add_demand(&mut demands, is_known, now);
             self.view.reuse_demands = Arc::new(demands);
         }
-        if is_due || self.prefill_rates.lack_kind_of(&self.view.agents[agent_index]) {
+        if is_due || self.prefill_rates.lack_kind_of(&self.view.agents[slot]) {
             self.prefill_rates = PrefillRates::collect(&self.view.agents);
-            (0..self.view.agents.len()).for_each(|agent_index| self.update_rows(agent_index));
+            (0..self.view.agents.len()).for_each(|slot| self.update_rows(slot));
         }
         #[cfg(debug_assertions)]
         self.check_invariants();
         warning
     }
 
-    fn record_report(&mut self, agent_index: usize, report: LoadReport, now: Instant) {
-        let agent = self.agent_mut(agent_index);
+    fn record_report(&mut self, slot: usize, report: LoadReport, now: Instant) {
+        let agent = self.agent_mut(slot);
         agent.in_flight_at_report = agent.in_flight.iter().map(|count| count.counts()).collect();
         agent.was_draining = report.draining;
         agent.report = Some((Arc::new(report), now));
@@ -239,8 +238,8 @@ impl State {
             .map(|failure| DataPortFailure { reports_left: failure.reports_left - 1, ..failure });
     }
 
-    fn record_loss(&mut self, agent_index: usize, why: String, now: Instant) {
-        let agent = self.agent_mut(agent_index);
+    fn record_loss(&mut self, slot: usize, why: String, now: Instant) {
+        let agent = self.agent_mut(slot);
         let since = match agent.link {
             Link::Lost { since, .. } => since,
             Link::Dialing | Link::Up => now,
@@ -250,41 +249,42 @@ impl State {
         agent.report = None;
         agent.data_port_failure = None;
         agent.note_usability(now);
-        self.update_rows(agent_index);
+        self.update_rows(slot);
         #[cfg(debug_assertions)]
         self.check_invariants();
     }
 
-    fn update_rows(&mut self, agent_index: usize) {
+    fn update_rows(&mut self, slot: usize) {
         let view = &mut self.view;
-        let demands = view.reuse_demands.get(agent_index).map_or(&[][..], Vec::as_slice);
-        let agent = &view.agents[agent_index];
-        view.worker_table.update(agent_index, agent, demands, &self.prefill_rates);
+        let demands = view.reuse_demands.get(slot).map_or(&[][..], Vec::as_slice);
+        let agent = &view.agents[slot];
+        view.worker_table.update(agent, demands, &self.prefill_rates);
     }
 
     fn begin(
         &mut self,
-        agent_index: usize,
+        slot: usize,
         description: Description,
         sessions: Vec<Session>,
         now: Instant,
     ) -> Option<String> {
-        if let Some(why) = self.rejection(agent_index, &description) {
-            return self.reject(agent_index, why, now);
+        if let Some(why) = self.rejection(slot, &description) {
+            return self.reject(slot, why, now);
         }
-        let id_warning = self.take_id_back(agent_index, &description.agent_id, now);
-        self.accept(agent_index, description);
-        let agent = self.agent_mut(agent_index);
+        let id_warning = self.take_id_back(slot, &description.agent_id, now);
+        self.accept(slot, description);
+        let agent = self.agent_mut(slot);
         agent.link = Link::Up;
         (agent.report, agent.data_port_failure) = (None, None);
-        if self.view.sessions.has_any(agent_index) {
-            self.forecast.clear_agent(agent_index);
+        let agent_key = agent.key;
+        if self.view.sessions.has_any(agent_key) {
+            self.forecast.clear_agent(agent_key);
         }
         for session in &sessions {
-            let worker = WorkerRef { agent: agent_index, dp_rank: session.dp_rank };
+            let worker = WorkerRef { agent: agent_key, dp_rank: session.dp_rank };
             self.forecast.upsert(worker, session, now);
         }
-        let left_out_count = self.view.sessions.replace(agent_index, sessions, now);
+        let left_out_count = self.view.sessions.replace(agent_key, sessions, now);
         id_warning.or_else(|| {
             (left_out_count > 0)
                 .then(|| format!("sessions_max is reached, {left_out_count} sessions are left out"))
@@ -293,34 +293,29 @@ impl State {
 
     /// Returns a warning when the agent is rejected for the first time: it isn't the one that it
     /// should be.
-    fn describe(
-        &mut self,
-        agent_index: usize,
-        description: Description,
-        now: Instant,
-    ) -> Option<String> {
-        if let Some(why) = self.rejection(agent_index, &description) {
-            return self.reject(agent_index, why, now);
+    fn describe(&mut self, slot: usize, description: Description, now: Instant) -> Option<String> {
+        if let Some(why) = self.rejection(slot, &description) {
+            return self.reject(slot, why, now);
         }
-        let warning = self.take_id_back(agent_index, &description.agent_id, now);
-        self.accept(agent_index, description);
+        let warning = self.take_id_back(slot, &description.agent_id, now);
+        self.accept(slot, description);
         warning
     }
 
-    fn accept(&mut self, agent_index: usize, description: Description) {
-        let known_ranks = self.view.agents[agent_index].in_flight.len();
+    fn accept(&mut self, slot: usize, description: Description) {
+        let known_ranks = self.view.agents[slot].in_flight.len();
         let new_ranks = description.ranks.len().saturating_sub(known_ranks);
         if self.spare_counts.len() < new_ranks {
             self.spare_counts.resize_with(new_ranks.max(COUNTS_ALLOCATED), Arc::default);
         }
         let new_counts = self.spare_counts.split_off(self.spare_counts.len() - new_ranks);
-        let old = self.view.agents[agent_index].facts.as_ref();
+        let old = self.view.agents[slot].facts.as_ref();
         let old_engine = old.map(|facts| &facts.description.engine.instance);
         if old_engine.is_some_and(|instance| *instance != description.engine.instance) {
             // A new engine process has none of the KV.
-            self.conversations.lock().forget_agent(agent_index);
+            self.conversations.lock().forget_agent(self.membership.key(slot));
         }
-        let agent = self.agent_mut(agent_index);
+        let agent = self.agent_mut(slot);
         agent.in_flight.extend(new_counts);
         agent.facts = Some(Facts {
             data_authority: data_authority(&agent.control_url, &description),
@@ -342,8 +337,8 @@ impl State {
     }
 
     /// Copies the agent first if a snapshot shares it.
-    fn agent_mut(&mut self, agent_index: usize) -> &mut Agent {
-        Arc::make_mut(&mut self.view.agents[agent_index])
+    fn agent_mut(&mut self, slot: usize) -> &mut Agent {
+        Arc::make_mut(&mut self.view.agents[slot])
     }
 
     pub fn check_invariants(&self) {
@@ -352,19 +347,22 @@ impl State {
         self.view.worker_table.check_invariants(&self.view.agents, rates, demand);
         self.conversations.lock().check_invariants();
         assert_eq!(self.view.agents.len(), self.membership.slot_count());
+        assert_eq!(self.view.agent_keys.len(), self.view.agents.len());
         let up = self.view.agents.iter().filter(|agent| agent.is_up());
         let mut ids = HashSet::new();
         let mut facts = up.filter_map(|agent| agent.facts.as_ref());
         assert!(facts.all(|facts| ids.insert(&facts.description.agent_id)), "an id is up twice");
         for (index, agent) in self.view.agents.iter().enumerate() {
-            assert_eq!(agent.phase, self.membership.phase(index));
+            let (key, phase) = (self.membership.key(index), self.membership.phase(index));
+            assert_eq!((agent.key, agent.phase), (key, phase));
+            assert_eq!(self.view.agent_keys[index], key);
             assert_eq!(agent.control_url, self.membership.control_url(index));
             if !agent.phase.is_followed() {
                 assert!(!agent.is_up(), "an agent that is not followed is up");
             }
-            if agent.phase.is_vacant() {
+            if agent.phase == Phase::Free {
                 assert!(agent.facts.is_none() && agent.in_flight.is_empty());
-                assert!(!self.view.sessions.has_any(index), "sessions of a forgotten agent");
+                assert!(!self.view.sessions.has_any(key), "sessions of a forgotten agent");
             }
             if agent.is_up() {
                 let facts = agent.facts.as_ref().expect("an agent that is up was described");
@@ -395,7 +393,7 @@ mod tests {
 
     use super::*;
     use crate::fleet::{
-        testing::{description, fleet, report, start},
+        testing::{description, fleet, replace_agent, report, start},
         worker::{WorkerRef, WorkerState},
     };
 
@@ -418,25 +416,25 @@ mod tests {
     }
 
     fn turns(state: &State) -> u32 {
-        let worker = WorkerRef { agent: 0, dp_rank: 0 };
+        let worker = WorkerRef { agent: AgentKey::first(0), dp_rank: 0 };
         state.snapshot().worker_table().get(worker).expect("the worker was heard").turns()
     }
 
     fn state_of(state: &State, agent: usize, now: Instant) -> WorkerState {
-        state.snapshot().state(WorkerRef { agent, dp_rank: 0 }, now)
+        state.snapshot().state(WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }, now)
     }
 
     #[test]
     fn a_lost_agent_keeps_its_sessions_until_a_new_table_replaces_them() {
         let now = start();
         let mut state = fleet(&[(0, 0)], now);
-        state.apply(0, Update::SessionChanged(session("s")), now);
-        state.apply(0, Update::AgentLost("gone".to_owned()), now);
+        state.apply(AgentKey::first(0), Update::SessionChanged(session("s")), now);
+        state.apply(AgentKey::first(0), Update::AgentLost("gone".to_owned()), now);
         assert_eq!(state_of(&state, 0, now), WorkerState::Lost);
         assert_eq!(state.snapshot().sessions.len(), 1);
         let sessions = vec![session("t")];
         let began = Update::StreamBegan { description: description("a0", 2, 1), sessions };
-        state.apply(0, began, now);
+        state.apply(AgentKey::first(0), began, now);
         let view = state.snapshot();
         assert_eq!(view.sessions.len(), 1);
         assert!(view.sessions.locate(&SessionKey::new("p", "s").unwrap()).is_empty());
@@ -448,13 +446,13 @@ mod tests {
         let now = start();
         let mut state = fleet(&[(0, 0)], now);
         let lease =
-            crate::fleet::lease::Lease::acquire(&state.snapshot().agents[0].in_flight[0], 0);
-        state.apply(0, Update::AgentLost("gone".to_owned()), now);
+            crate::fleet::lease::LoadLease::acquire(&state.snapshot().agents[0].in_flight[0], 0);
+        state.apply(AgentKey::first(0), Update::AgentLost("gone".to_owned()), now);
         let began = Update::StreamBegan { description: description("a0", 2, 2), sessions: vec![] };
-        state.apply(0, began, now);
+        state.apply(AgentKey::first(0), began, now);
         assert_eq!(turns(&state), 1);
         // The turn is both reported by the agent and in flight here, and counts once.
-        state.apply(0, Update::Report(report(&[(1, 0), (0, 0)])), now);
+        state.apply(AgentKey::first(0), Update::Report(report(&[(1, 0), (0, 0)])), now);
         assert_eq!(turns(&state), 1);
         drop(lease);
         assert_eq!(turns(&state), 0);
@@ -466,16 +464,24 @@ mod tests {
         let mut state = fleet(&[(0, 0), (0, 0)], now);
         let duplicate =
             Update::StreamBegan { description: description("a0", 1, 1), sessions: vec![] };
-        assert!(state.apply(1, duplicate, now).is_some());
+        assert!(state.apply(AgentKey::first(1), duplicate, now).is_some());
         assert_eq!(state_of(&state, 1, now), WorkerState::Lost);
-        let turned_away = state.agent_at(1).link.clone();
+        let turned_away = state.agent_with(AgentKey::first(1)).link.clone();
         let duplicate =
             Update::StreamBegan { description: description("a0", 1, 1), sessions: vec![] };
         let later = now + Duration::from_secs(1);
-        assert_eq!(state.apply(1, duplicate, later), None, "the warning comes once");
-        assert_eq!(state.agent_at(1).link, turned_away, "the first loss is kept");
-        state.apply(1, Update::Report(report(&[(0, 0)])), now);
-        state.apply(1, Update::SessionChanged(session("s")), now);
+        assert_eq!(
+            state.apply(AgentKey::first(1), duplicate, later),
+            None,
+            "the warning comes once"
+        );
+        assert_eq!(
+            state.agent_with(AgentKey::first(1)).link,
+            turned_away,
+            "the first loss is kept"
+        );
+        state.apply(AgentKey::first(1), Update::Report(report(&[(0, 0)])), now);
+        state.apply(AgentKey::first(1), Update::SessionChanged(session("s")), now);
         assert!(state.snapshot().sessions.is_empty());
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
     }
@@ -484,20 +490,21 @@ mod tests {
     fn a_data_port_that_turns_do_not_reach_gets_no_newcomers_for_some_reports() {
         let now = start();
         let mut state = fleet(&[(0, 0)], now);
-        state.apply(0, Update::DataPortUnreachable("refused".to_owned()), now);
-        let (shown, reason) = state.agent_at(0).state(now, Duration::from_secs(3));
+        state.apply(AgentKey::first(0), Update::DataPortUnreachable("refused".to_owned()), now);
+        let (shown, reason) =
+            state.agent_with(AgentKey::first(0)).state(now, Duration::from_secs(3));
         assert!(shown == WorkerState::Stale && reason.contains("refused"), "{reason}");
         for _ in 0..UNREACHABLE_REPORTS_MAX {
             assert_eq!(state_of(&state, 0, now), WorkerState::Stale);
-            state.apply(0, Update::Report(report(&[(0, 0)])), now);
+            state.apply(AgentKey::first(0), Update::Report(report(&[(0, 0)])), now);
         }
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
         // A turn that fails while the agent is lost says nothing about the agent that comes back.
-        state.apply(0, Update::AgentLost("gone".to_owned()), now);
-        state.apply(0, Update::DataPortUnreachable("refused".to_owned()), now);
+        state.apply(AgentKey::first(0), Update::AgentLost("gone".to_owned()), now);
+        state.apply(AgentKey::first(0), Update::DataPortUnreachable("refused".to_owned()), now);
         let began = Update::StreamBegan { description: description("a0", 2, 1), sessions: vec![] };
-        state.apply(0, began, now);
-        state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        state.apply(AgentKey::first(0), began, now);
+        state.apply(AgentKey::first(0), Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state_of(&state, 0, now), WorkerState::Fresh);
     }
 
@@ -508,14 +515,14 @@ mod tests {
         let mut state = State::new(&Config { workers, ..Config::default() });
         assert!(state.snapshot().check_ready(now).is_err());
         let began = Update::StreamBegan { description: description("a", 1, 1), sessions: vec![] };
-        state.apply(0, began, now);
-        state.apply(1, Update::AgentLost("refused".to_owned()), now);
+        state.apply(AgentKey::first(0), began, now);
+        state.apply(AgentKey::first(1), Update::AgentLost("refused".to_owned()), now);
         assert!(!state.snapshot().is_settled(), "its first report is missing");
-        state.apply(0, Update::Report(report(&[(0, 0)])), now);
+        state.apply(AgentKey::first(0), Update::Report(report(&[(0, 0)])), now);
         assert_eq!(state.snapshot().check_ready(now), Ok(()));
         let deadline = state.next_deadline(now).unwrap();
         assert_eq!(state_of(&state, 0, deadline), WorkerState::Stale);
-        state.apply(0, Update::AgentLost("gone".to_owned()), now);
+        state.apply(AgentKey::first(0), Update::AgentLost("gone".to_owned()), now);
         assert!(state.snapshot().check_ready(now).is_err());
     }
 
@@ -528,8 +535,60 @@ mod tests {
         let mut state = State::new(&config);
         let sessions = vec![session("s"), session("t")];
         let began = Update::StreamBegan { description: description("a", 1, 1), sessions };
-        assert!(state.apply(0, began, now).is_some());
-        assert!(state.apply(0, Update::SessionChanged(session("u")), now).is_some());
-        assert!(state.apply(0, Update::SessionChanged(session("s")), now).is_none());
+        assert!(state.apply(AgentKey::first(0), began, now).is_some());
+        assert!(
+            state.apply(AgentKey::first(0), Update::SessionChanged(session("u")), now).is_some()
+        );
+        assert!(
+            state.apply(AgentKey::first(0), Update::SessionChanged(session("s")), now).is_none()
+        );
+    }
+
+    #[test]
+    fn the_key_of_an_agent_that_has_left_reaches_nothing_of_the_next_one_in_its_slot() {
+        let now = start();
+        let mut state = fleet(&[(3, 500), (0, 0)], now);
+        let old_view = state.snapshot();
+        let old = WorkerRef { agent: AgentKey::first(0), dp_rank: 0 };
+        let lease =
+            crate::fleet::lease::LoadLease::acquire(&state.agent_with(old.agent).in_flight[0], 9);
+        state.apply(old.agent, Update::SessionChanged(session("s")), now);
+        let new = WorkerRef { agent: replace_agent(&mut state, old.agent, now), dp_rank: 0 };
+        state.apply(new.agent, Update::SessionChanged(session("t")), now);
+        let view = state.snapshot();
+        assert_eq!([old, new].map(|it| view.has_agent(it.agent)), [false, true]);
+        assert_eq!([old, new].map(|it| view.has_left(it.agent)), [true, false]);
+        assert_eq!([old, new].map(|it| old_view.has_left(it.agent)), [false, false]);
+        assert!(!view.agent(old).is_up() && view.agent(old).facts.is_none());
+        assert_eq!((view.worker_id(old), view.agent(old).epoch()), (None, None));
+        assert_eq!(view.state(old, now), WorkerState::Lost);
+        assert_eq!(view.state(new, now), WorkerState::Fresh);
+        assert!(view.worker_table().get(old).is_none());
+        let stats = view.worker_table().get(new).expect("it was heard");
+        assert_eq!((stats.worker(), stats.turns()), (new, 0), "the lease counts elsewhere");
+        assert_eq!(view.worker_table().workers().next().map(|it| it.worker()), Some(new));
+        assert_eq!(*view.reuse_demand(old), super::super::reuse_forecast::ReuseDemand::NOTHING);
+        let tables = [old, new].map(|it| view.sessions.has_pinned(it.agent));
+        assert_eq!(tables, [false; 2]);
+        let t = SessionKey::new("p", "t").unwrap();
+        let idle = [old, new].map(|it| view.sessions.idle(&t, it.agent, now).is_some());
+        assert_eq!((view.sessions.len(), idle), (1, [false, true]));
+        // Who has an old snapshot finds the old agent, and not the one that isn't there.
+        assert_eq!([old, new].map(|it| old_view.has_agent(it.agent)), [true, false]);
+        assert_eq!(old_view.agent(old).turns_in_flight(), 1);
+        assert!(old_view.worker_table().get(new).is_none());
+        drop(lease);
+        // What still comes for the old one changes nothing.
+        let late = [
+            Update::SessionChanged(session("u")),
+            Update::SessionRemoved(t),
+            Update::DataPortUnreachable("refused".to_owned()),
+            Update::AgentLost("gone".to_owned()),
+            Update::TasksEnded,
+        ];
+        late.into_iter().for_each(|update| drop(state.apply(old.agent, update, now)));
+        let after = state.snapshot();
+        assert_eq!(after.sessions.len(), 1);
+        assert!(Arc::ptr_eq(&after.agents[0], &view.agents[0]), "the next agent was changed");
     }
 }

@@ -1,13 +1,20 @@
 //! Makes fleets of agents for unit tests: descriptions, load reports, and a state that got them.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use contract::load::{
     Description, EngineFacts, Figure, KvTransfer, LoadReport, Rank, RankLoad, Retention, Source,
     Weights,
 };
 
-use super::state::{State, Update};
+use super::{
+    membership::{AgentIds, Listing, Source as ListSource, SourceList},
+    state::{SourceNews, State, Update},
+    worker::AgentKey,
+};
 use crate::config::Config;
 
 /// Returns a point in time for pure code.
@@ -93,6 +100,7 @@ pub(crate) fn report(ranks: &[(u32, u64)]) -> LoadReport {
         prefill_tokens_per_s: None,
         prefill_backlog_tokens: None,
         staged_prefill: None,
+        host: None,
     };
     LoadReport {
         interval: Duration::from_millis(500),
@@ -112,8 +120,37 @@ pub(crate) fn fleet(loads: &[(u32, u64)], now: Instant) -> State {
     let mut state = State::new(&Config { workers, ..Config::default() });
     for (agent, load) in loads.iter().enumerate() {
         let description = description(&format!("a{agent}"), 1, 1);
-        state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, now);
-        state.apply(agent, Update::Report(report(&[*load])), now);
+        state.apply(
+            AgentKey::first(agent),
+            Update::StreamBegan { description, sessions: vec![] },
+            now,
+        );
+        state.apply(AgentKey::first(agent), Update::Report(report(&[*load])), now);
     }
     state
+}
+
+/// Lets the settings' agent leave, and an idle one of another id join in its slot. Returns the key
+/// of that one.
+pub(crate) fn replace_agent(state: &mut State, old: AgentKey, now: Instant) -> AgentKey {
+    let news = |source, list: SourceList| {
+        let (list, agent_ids) = (Some(list), AgentIds::new());
+        SourceNews { source, list, agent_ids }
+    };
+    let view = state.snapshot();
+    let others = view.known_agents().filter(|(key, _)| *key != old);
+    let stay = others.map(|(_, agent)| (agent.control_url.clone(), Listing::Serving));
+    state.apply_news(news(ListSource::Static, stay.collect()), now);
+    assert!(!state.end_leaving(now + Duration::from_secs(3600)).is_empty(), "it leaves");
+    state.apply(old, Update::TasksEnded, now);
+    let joins = BTreeMap::from([("http://joins:1".to_owned(), Listing::Serving)]);
+    state.apply_news(news(ListSource::File, joins), now);
+    let view = state.snapshot();
+    let joined = view.known_agents().find(|(_, agent)| agent.control_url == "http://joins:1");
+    let (new, _) = joined.expect("it was listed");
+    assert_eq!(new.slot(), old.slot(), "no other slot is free");
+    let description = description("joins", 1, 1);
+    state.apply(new, Update::StreamBegan { description, sessions: vec![] }, now);
+    state.apply(new, Update::Report(report(&[(0, 0)])), now);
+    new
 }

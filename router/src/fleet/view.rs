@@ -17,14 +17,15 @@ use super::{
     conversations::Conversations,
     snapshot::Snapshot,
     state::{SourceNews, State, Update},
+    worker::AgentKey,
 };
 
 /// A full mailbox slows the load watchers down. No update is lost silently: if a watcher falls
 /// behind, its agent ends the stream, and the next stream begins with the agent's whole state.
 pub(crate) const MAILBOX_UPDATES_MAX: usize = 1024;
 
-/// An agent's slot, an update, and when the update arrived.
-pub(crate) type UpdateSender = mpsc::Sender<(usize, Update, Instant)>;
+/// An agent, an update, and when the update arrived.
+pub(crate) type UpdateSender = mpsc::Sender<(AgentKey, Update, Instant)>;
 
 #[derive(Debug)]
 pub(crate) struct View {
@@ -75,7 +76,7 @@ impl View {
 /// `watchdog`: without this task no turn is placed.
 pub(crate) async fn run(
     mut state: State,
-    mut mailbox: mpsc::Receiver<(usize, Update, Instant)>,
+    mut mailbox: mpsc::Receiver<(AgentKey, Update, Instant)>,
     mut news: mpsc::Receiver<SourceNews>,
     view: Arc<View>,
     readiness_sender: watch::Sender<Result<(), String>>,
@@ -97,21 +98,21 @@ pub(crate) async fn run(
                 }
             }
             Some(source_news) = news.recv() => {
-                for (agent_index, why) in state.apply_news(source_news, now()) {
-                    warn!(agent = state.agent_at(agent_index).name(), why, "agent rejected");
+                for (agent, why) in state.apply_news(source_news, now()) {
+                    warn!(agent = state.agent_with(agent).name(), why, "agent rejected");
                 }
             }
             () = leave_token.cancelled(), if !leaves => leaves = true,
             () = sleep_until(deadline) => {}
         }
-        for (agent_index, update, arrived_at) in batch.drain(..) {
-            log_loss_or_restart(&state, agent_index, &update);
+        for (agent, update, arrived_at) in batch.drain(..) {
+            log_loss_or_restart(&state, agent, &update);
             let stream_began = matches!(update, Update::StreamBegan { .. });
-            if let Some(warning) = state.apply(agent_index, update, arrived_at) {
-                warn!(agent = state.agent_at(agent_index).name(), warning, "view incomplete");
+            if let Some(warning) = state.apply(agent, update, arrived_at) {
+                warn!(agent = state.agent_with(agent).name(), warning, "view incomplete");
             }
             if stream_began {
-                log_stream_begin(state.agent_at(agent_index));
+                log_stream_begin(state.agent_with(agent));
             }
         }
         for agent in state.end_leaving(now()) {
@@ -139,19 +140,21 @@ fn log_stream_begin(agent: &Agent) {
 }
 
 /// `state` is the state before the update, so that only the first of several losses is logged.
-fn log_loss_or_restart(state: &State, agent_index: usize, update: &Update) {
+fn log_loss_or_restart(state: &State, key: AgentKey, update: &Update) {
+    let agent = state.agent_with(key);
+    if !agent.phase.is_followed() {
+        return;
+    }
     match update {
         Update::EngineRestarted(description) => {
             info!(agent = description.agent_id, "engine restarted");
         }
         Update::AgentLost(why) => {
-            let agent = state.agent_at(agent_index);
             if agent.is_up() || agent.link == Link::Dialing {
                 warn!(agent = agent.name(), control = agent.control_url, why, "agent lost");
             }
         }
         Update::DataPortUnreachable(why) => {
-            let agent = state.agent_at(agent_index);
             if agent.is_up() && agent.data_port_failure.is_none() {
                 warn!(agent = agent.name(), why, "data port unreachable");
             }
@@ -160,8 +163,7 @@ fn log_loss_or_restart(state: &State, agent_index: usize, update: &Update) {
         | Update::Report(_)
         | Update::SessionChanged(_)
         | Update::SessionRemoved(_)
-        | Update::TasksEnded
-        | Update::Unreferenced => {}
+        | Update::TasksEnded => {}
     }
 }
 

@@ -65,6 +65,7 @@ struct Row {
     open_requests_at_report: u32,
     unanswered_tokens_at_report: u64,
     pool_tokens: Option<NonZeroU64>,
+    host: Option<HostStats>,
     used_tokens: TokensIfKnown,
     available_tokens: TokensIfKnown,
     wanted_tokens: u64,
@@ -72,6 +73,36 @@ struct Row {
     kv_bytes_per_token: Option<NonZeroU32>,
     /// Those that pinned sessions hold, and all.
     request_rows: Option<(u64, NonZeroU64)>,
+}
+
+/// The host tier of a worker whose agent says how fast the engine loads from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostStats {
+    /// At most 4 Gi, so that a row stays small.
+    tokens: u32,
+    load_tokens_per_s: NonZeroU32,
+}
+
+impl HostStats {
+    fn new(load: &RankLoad) -> Option<Self> {
+        let host = load.host?;
+        let bounded = |figure: Figure| u32::try_from(figure.value).unwrap_or(u32::MAX);
+        Some(Self {
+            tokens: bounded(host.total_tokens?),
+            load_tokens_per_s: NonZeroU32::new(bounded(host.load_tokens_per_s?))?,
+        })
+    }
+
+    /// All that the tier has room for.
+    #[must_use]
+    pub fn tokens(self) -> u64 {
+        self.tokens.into()
+    }
+
+    #[must_use]
+    pub fn load_tokens_per_s(self) -> u64 {
+        self.load_tokens_per_s.get().into()
+    }
 }
 
 /// In eight bytes: one more than the number.
@@ -121,31 +152,25 @@ impl WorkerTable {
     }
 
     /// `demands` is by rank. A rank without a forecast has no demand.
-    pub(super) fn update(
-        &mut self,
-        agent_index: usize,
-        agent: &Agent,
-        demands: &[ReuseDemand],
-        rates: &PrefillRates,
-    ) {
+    pub(super) fn update(&mut self, agent: &Agent, demands: &[ReuseDemand], rates: &PrefillRates) {
+        let slot = agent.key.slot();
         let rank_count = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-        let agent_rows = self.rows_of_agent(agent_index);
+        let agent_rows = self.rows_of_slot(slot);
         if rank_count != agent_rows.len() {
             let counts = agent.in_flight.iter().take(rank_count).cloned();
             drop(Arc::make_mut(&mut self.in_flight).splice(agent_rows.clone(), counts));
-            for start in &mut self.row_starts[agent_index + 1..] {
+            for start in &mut self.row_starts[slot + 1..] {
                 *start = *start + rank_count - agent_rows.len();
             }
         }
         let demands = demands.iter().chain(iter::repeat(&ReuseDemand::NOTHING));
         let rows = (0..).zip(demands).take(rank_count).map(|(dp_rank, demand)| {
-            Row::new(WorkerRef { agent: agent_index, dp_rank }, agent, demand, rates)
+            Row::new(WorkerRef { agent: agent.key, dp_rank }, agent, demand, rates)
         });
         let removed: Vec<Row> = self.rows.splice(agent_rows, rows).collect();
         let is_in_pair = |row: &&Row| row.pair_class.is_some();
         self.pair_rows -= removed.iter().filter(is_in_pair).count();
-        self.pair_rows +=
-            self.rows[self.rows_of_agent(agent_index)].iter().filter(is_in_pair).count();
+        self.pair_rows += self.rows[self.rows_of_slot(slot)].iter().filter(is_in_pair).count();
     }
 
     #[must_use]
@@ -160,12 +185,16 @@ impl WorkerTable {
 
     #[must_use]
     pub fn get(&self, worker: WorkerRef) -> Option<WorkerStats<'_>> {
-        let index = self.rows_of_agent(worker.agent).nth(worker.dp_rank as usize)?;
-        Some(WorkerStats { row: &self.rows[index], in_flight: &self.in_flight[index] })
+        let (slot, rank) = (worker.agent.slot(), worker.dp_rank as usize);
+        // The slot may be newer than this table.
+        let [start, end] = *self.row_starts.get(slot..slot + 2)? else { return None };
+        let index = (start..end).nth(rank)?;
+        let row = Some(&self.rows[index]).filter(|row| row.worker == worker)?;
+        Some(WorkerStats { row, in_flight: &self.in_flight[index] })
     }
 
-    fn rows_of_agent(&self, agent: usize) -> Range<usize> {
-        self.row_starts[agent]..self.row_starts[agent + 1]
+    fn rows_of_slot(&self, slot: usize) -> Range<usize> {
+        self.row_starts[slot]..self.row_starts[slot + 1]
     }
 
     pub(super) fn check_invariants(
@@ -179,11 +208,11 @@ impl WorkerTable {
         assert_eq!(self.in_flight.len(), self.rows.len());
         let in_pairs = self.rows.iter().filter(|row| row.pair_class.is_some());
         assert_eq!(self.pair_rows, in_pairs.count());
-        for (index, agent) in agents.iter().enumerate() {
+        for (slot, agent) in agents.iter().enumerate() {
             let rank_count = agent.facts.as_ref().map_or(0, |facts| facts.description.ranks.len());
-            assert_eq!(self.rows_of_agent(index).len(), rank_count);
-            for (dp_rank, row_index) in (0..).zip(self.rows_of_agent(index)) {
-                let worker = WorkerRef { agent: index, dp_rank };
+            assert_eq!(self.rows_of_slot(slot).len(), rank_count);
+            for (dp_rank, row_index) in (0..).zip(self.rows_of_slot(slot)) {
+                let worker = WorkerRef { agent: agent.key, dp_rank };
                 assert_eq!(self.rows[row_index], Row::new(worker, agent, &demand(worker), rates));
                 assert!(Arc::ptr_eq(
                     &self.in_flight[row_index],
@@ -237,6 +266,7 @@ impl Row {
             open_requests_at_report: counts_at_report.open_requests,
             unanswered_tokens_at_report: counts_at_report.unanswered_tokens,
             pool_tokens: reported_value(|load| load.pool_total_tokens).and_then(NonZeroU64::new),
+            host: load.and_then(HostStats::new),
             available_tokens: reported_value(|load| load.pool_available_tokens).into(),
             used_tokens: reported_value(|load| load.pool_used_tokens)
                 .max(reported_value(|load| load.pinned_tokens))
@@ -379,6 +409,19 @@ impl<'a> WorkerStats<'a> {
         self.row.pool_tokens.map(NonZeroU64::get)
     }
 
+    /// `None` if the worker has no host tier, or if its figures are unknown.
+    #[must_use]
+    pub fn host(self) -> Option<HostStats> {
+        self.row.host
+    }
+
+    /// Tokens whose KV the worker keeps on the device or the host. `None` if unknown.
+    #[must_use]
+    pub fn kept_tokens_max(self) -> Option<u64> {
+        let host_tokens = self.row.host.map_or(0, HostStats::tokens);
+        self.pool_tokens().map(|pool_tokens| pool_tokens.max(host_tokens))
+    }
+
     /// KV that eviction can't take.
     #[must_use]
     pub fn used_tokens(self) -> Option<u64> {
@@ -432,9 +475,10 @@ mod tests {
 
     use super::*;
     use crate::fleet::{
-        lease::Lease,
+        lease::LoadLease,
         state::Update,
         testing::{description, fleet, report, start},
+        worker::AgentKey,
     };
 
     /// A decision over a thousand workers costs as much as reading their rows.
@@ -447,21 +491,25 @@ mod tests {
     fn workers_keep_their_places_when_an_agent_before_them_has_more_ranks_or_fewer() {
         let now = start();
         let mut state = fleet(&[(1, 0), (2, 0), (3, 0)], now);
-        let last = WorkerRef { agent: 2, dp_rank: 0 };
-        let _lease = Lease::acquire(&state.agent_at(2).in_flight[0], 70);
+        let last = WorkerRef { agent: AgentKey::first(2), dp_rank: 0 };
+        let _lease = LoadLease::acquire(&state.agent_with(AgentKey::first(2)).in_flight[0], 70);
         for ranks in [3, 1, 2] {
             let sessions: Vec<Session> = vec![];
             let began = Update::StreamBegan { description: description("a0", 2, ranks), sessions };
-            state.apply(0, began, now);
+            state.apply(AgentKey::first(0), began, now);
             let loads: Vec<_> = (10..).take(ranks as usize).map(|turns| (turns, 0)).collect();
-            state.apply(0, Update::Report(report(&loads)), now);
+            state.apply(AgentKey::first(0), Update::Report(report(&loads)), now);
             let view = state.snapshot();
             let turns: Vec<u32> = view.worker_table().workers().map(WorkerStats::turns).collect();
             let expected: Vec<u32> = loads.iter().map(|load| load.0).chain([2, 4]).collect();
             assert_eq!(turns, expected);
             let stats = view.worker_table().get(last).expect("the worker was heard");
             assert_eq!((stats.worker(), stats.backlog_tokens(1, now)), (last, 70));
-            assert!(view.worker_table().get(WorkerRef { agent: 0, dp_rank: ranks }).is_none());
+            assert!(
+                view.worker_table()
+                    .get(WorkerRef { agent: AgentKey::first(0), dp_rank: ranks })
+                    .is_none()
+            );
         }
     }
 }

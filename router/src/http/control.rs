@@ -16,7 +16,7 @@ use service::refusal::{Code, Refusal};
 use super::{SharedState, respond};
 use crate::{
     auth::Caller,
-    turn::{self, body::Compression, control::ControlRequest, shared::Shared},
+    turn::{self, arrival, body::Compression, control::ControlRequest, shared::Shared},
 };
 
 pub(super) fn routes() -> axum::Router<Arc<Shared>> {
@@ -42,7 +42,7 @@ async fn serve(
 
 async fn run(shared: &Shared, caller: &Caller, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
-    let sharer = turn::sharer(caller, &parts.extensions);
+    let sharer = arrival::sharer(caller, &parts.extensions);
     let compression = Compression::find(&parts.extensions);
     let reading = shared.bodies.read(body, &sharer, compression, || None);
     let held_body = reading.await.map_err(Refusal::from)?;

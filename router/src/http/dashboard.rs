@@ -16,7 +16,7 @@ use axum::{
 use service::tasks::Tasks;
 
 use self::live::LiveFleet;
-use super::{fleet_sessions, placements, turns, workers};
+use super::{fleet_sessions, placements, recent_turns, workers};
 use crate::turn::shared::Shared;
 
 pub(crate) fn start(shared: &Arc<Shared>, tasks: &Tasks) -> Router {
@@ -25,7 +25,7 @@ pub(crate) fn start(shared: &Arc<Shared>, tasks: &Tasks) -> Router {
         .route("/workers", get(workers::list))
         .route("/placements", get(placements::list))
         .route("/placements/{turn}", get(placements::show))
-        .route("/turns", get(turns::list))
+        .route("/turns", get(recent_turns::list))
         .route("/sessions", get(fleet_sessions::list))
         .route("/sessions/{digest}", delete(fleet_sessions::close))
         .route("/sessions/{digest}/demote", post(fleet_sessions::demote))

@@ -3,12 +3,15 @@
 //! An engine's own answer has its API keys and the paths of its host. So clients get harmless
 //! fields of one engine; admins get all engines' answers without the credentials.
 
+use std::collections::BTreeMap;
+
 use axum::{
     Json,
     extract::{Extension, State},
     response::{IntoResponse as _, Response},
 };
 use http::uri::PathAndQuery;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 use service::refusal::{Code, Refusal};
 
@@ -165,8 +168,15 @@ fn merge(answers: Vec<EngineInfoAnswer>) -> Value {
     merged
 }
 
-fn merge_loads(answers: Vec<EngineInfoAnswer>) -> Value {
-    let (mut loads, mut errors) = (vec![], Map::new());
+/// The loads of all engines' ranks, each with its `agent`, and why an agent gave none.
+#[derive(Debug, Default, Serialize)]
+struct Loads {
+    loads: Vec<Value>,
+    errors: BTreeMap<String, String>,
+}
+
+fn merge_loads(answers: Vec<EngineInfoAnswer>) -> Loads {
+    let Loads { mut loads, mut errors } = Loads::default();
     for EngineInfoAnswer { agent, answer } in answers {
         match answer {
             Ok(mut answer) => {
@@ -179,11 +189,11 @@ fn merge_loads(answers: Vec<EngineInfoAnswer>) -> Value {
                 }));
             }
             Err(why) => {
-                errors.insert(agent, why.into());
+                errors.insert(agent, why);
             }
         }
     }
-    json!({ "loads": loads, "errors": errors })
+    Loads { loads, errors }
 }
 
 fn remove_credentials(value: &mut Value) {
@@ -247,14 +257,9 @@ mod tests {
             answer: Ok(json!({ "loads": [{ "dp_rank": 0, "num_running_reqs": 3 }] })),
         };
         let silent = EngineInfoAnswer { agent: "b".into(), answer: Err("no answer".into()) };
-        let merged = merge_loads(vec![answer("a"), silent, answer("c")]);
-        let agents: Vec<&str> = merged["loads"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|load| load["agent"].as_str().unwrap())
-            .collect();
+        let Loads { loads, errors } = merge_loads(vec![answer("a"), silent, answer("c")]);
+        let agents: Vec<&str> = loads.iter().map(|load| load["agent"].as_str().unwrap()).collect();
         assert_eq!(agents, ["a", "c"]);
-        assert_eq!(merged["errors"]["b"], "no answer");
+        assert_eq!(errors["b"], "no answer");
     }
 }

@@ -12,12 +12,13 @@ use tonic::Status;
 
 use crate::{
     auth,
-    placement::{NoWorker, affinity::TableFull},
+    placement::NoWorker,
+    sessions::{bindings::TableFull, check, lifecycle},
     shares::Refused,
     turn::{
-        self, decide,
+        self,
         error::{Limit, NoAnswer},
-        request, sessions,
+        request,
     },
 };
 
@@ -90,9 +91,9 @@ impl From<request::Error> for Refusal {
     }
 }
 
-impl From<decide::Error> for Refusal {
-    fn from(error: decide::Error) -> Self {
-        use decide::Error;
+impl From<check::Error> for Refusal {
+    fn from(error: check::Error) -> Self {
+        use check::Error;
 
         let message = error.to_string();
         let code = match error {
@@ -110,15 +111,16 @@ impl From<decide::Error> for Refusal {
     }
 }
 
-impl From<sessions::Error> for Refusal {
-    fn from(error: sessions::Error) -> Self {
-        use sessions::Error;
+impl From<lifecycle::Error> for Refusal {
+    fn from(error: lifecycle::Error) -> Self {
+        use lifecycle::Error;
 
         let message = error.to_string();
         match error {
             Error::Decision(error) => error.into(),
             Error::Unknown => Self::new(Code::SessionUnknown, message),
             Error::NoDemotion(_) => Self::new(Code::DemotionUnavailable, message),
+            Error::NoPrefetch(_) => Self::new(Code::PrefetchUnavailable, message),
             Error::Agent(status) => agent_refusal(&status),
             Error::Internal => Self::new(Code::Internal, message),
         }
@@ -193,7 +195,7 @@ fn agent_refusal(status: &Status) -> Refusal {
     match status.code() {
         tonic::Code::ResourceExhausted => Refusal::new(Code::WorkerFull, message),
         tonic::Code::FailedPrecondition => Refusal::new(Code::RetentionUnavailable, message),
-        tonic::Code::NotFound => sessions::Error::Unknown.into(),
+        tonic::Code::NotFound => lifecycle::Error::Unknown.into(),
         tonic::Code::InvalidArgument => Refusal::new(Code::InvalidField, message),
         tonic::Code::DeadlineExceeded => Refusal::new(Code::WorkerTimeout, message),
         tonic::Code::Unavailable => unreachable_refusal(),
@@ -292,14 +294,14 @@ mod tests {
             (NoWorker::Unpaired(Unpaired::Echo).into(), Code::PairUnsupported),
             (weights.into(), Code::WeightsUnavailable),
             (model.into(), Code::ModelNotFound),
-            (decide::Error::SessionsFull(TableFull::All).into(), Code::SessionsFull),
-            (decide::Error::SessionsFull(TableFull::Share).into(), Code::SessionsShare),
+            (check::Error::SessionsFull(TableFull::All).into(), Code::SessionsFull),
+            (check::Error::SessionsFull(TableFull::Share).into(), Code::SessionsShare),
             (limit(Limit::Sessions, Refused::Key), Code::KeySessions),
             (limit(Limit::Requests, Refused::Share), Code::RequestsShare),
             (limit(Limit::BodyBytes, Refused::Full), Code::BodyBytesInFlight),
             (limit(Limit::BodyBytes, Refused::Share), Code::BodyBytesShare),
-            (decide::Error::Closing.into(), Code::SessionClosing),
-            (sessions::Error::Internal.into(), Code::Internal),
+            (check::Error::Closing.into(), Code::SessionClosing),
+            (lifecycle::Error::Internal.into(), Code::Internal),
             (silent(false), Code::WorkerUnreachable),
             (silent(true), Code::WorkerSilent),
         ];

@@ -35,8 +35,8 @@ use crate::{
         sessions::{ReportedSession, Sessions},
         snapshot::Snapshot,
     },
-    placement::session_status,
-    turn::{sessions, shared::Shared},
+    sessions::{lifecycle, status},
+    turn::shared::Shared,
 };
 
 const SESSIONS_DEFAULT: usize = 100;
@@ -96,8 +96,8 @@ fn build_list(shared: &Shared, query: &ListQuery) -> FleetSessions {
     let text = query.find.to_lowercase();
     let mut found: Vec<&ReportedSession> =
         view.sessions.iter().filter(|entry| is_found(entry, &text, &view)).collect();
-    found.retain(|entry| session_status::is_shown(entry, &view));
     let now = now();
+    found.retain(|entry| status::is_shown(entry, &view, now));
     found.sort_unstable_by(|one, other| query.sort.compare(one, other, now));
     let total = found.len() as u64;
     found.truncate(limit.clamp(1, ENTRIES_MAX));
@@ -172,7 +172,7 @@ fn is_found(entry: &ReportedSession, text: &str, view: &Snapshot) -> bool {
 pub(super) async fn close(State(shared): SharedState, path: IdPath) -> Response {
     let closed = async {
         let digest = id(path)?;
-        let key = find_key(&shared, digest).await.ok_or(sessions::Error::Unknown)?;
+        let key = find_key(&shared, digest).await.ok_or(lifecycle::Error::Unknown)?;
         shared.sessions.close(key).await?;
         Ok::<_, Refusal>(StatusCode::NO_CONTENT.into_response())
     };
@@ -182,7 +182,7 @@ pub(super) async fn close(State(shared): SharedState, path: IdPath) -> Response 
 pub(super) async fn demote(State(shared): SharedState, path: IdPath) -> Response {
     let demoted = async {
         let digest = id(path)?;
-        let key = find_key(&shared, digest).await.ok_or(sessions::Error::Unknown)?;
+        let key = find_key(&shared, digest).await.ok_or(lifecycle::Error::Unknown)?;
         shared.sessions.demote(&key).await?;
         Ok::<_, Refusal>(StatusCode::NO_CONTENT.into_response())
     };
@@ -206,6 +206,7 @@ mod tests {
     use contract::load::{Retention, SessionState};
 
     use super::*;
+    use crate::fleet::worker::AgentKey;
 
     fn key(id: &str) -> SessionKey {
         SessionKey::new("p", id).unwrap()
@@ -230,7 +231,7 @@ mod tests {
                 began_unix_ms: 0,
                 parent: parent.map(|parent| key(parent).digest()),
             };
-            assert!(table.upsert(0, session, now()));
+            assert!(table.upsert(AgentKey::first(0), session, now()));
         }
         table
     }

@@ -12,10 +12,10 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use contract::{
+    api::{Model, Models},
     load::EngineFacts,
     route::{Kind, Route},
 };
-use serde_json::{Value, json};
 use service::clock::now;
 
 use super::{IdPath, SharedState, id, respond, serve_turn};
@@ -35,9 +35,8 @@ pub(super) async fn list(
     if models.is_empty() {
         return respond(&shared, Err(NoWorker::Unusable.into()));
     }
-    let models: Vec<Value> =
-        models.iter().filter_map(|(id, name)| describe(id, name, &view)).collect();
-    Json(json!({ "object": "list", "data": models })).into_response()
+    let data = models.iter().filter_map(|(id, name)| describe(id, name, &view)).collect();
+    Json(Models { object: "list", data }).into_response()
 }
 
 /// The name may contain slashes, and may stand for another model.
@@ -62,7 +61,7 @@ pub(super) async fn show(State(shared): SharedState, name: IdPath) -> Response {
 
 fn usable_names<'a>(shared: &'a Shared, view: &'a Snapshot) -> BTreeMap<&'a str, &'a str> {
     let served = usable_engines(view).flat_map(EngineFacts::served_names);
-    // A name that an engine serves stands for itself.
+    // Where an engine serves a model of an alias's name, the name means that model.
     let names: BTreeMap<&str, &str> =
         shared.model_names.listed().chain(served.map(|name| (name, name))).collect();
     let is_served = |name: &str| usable_engines(view).any(|engine| engine.serves(name));
@@ -75,12 +74,16 @@ fn usable_engines(view: &Snapshot) -> impl Iterator<Item = &EngineFacts> {
     usable.map(|(.., facts)| &facts.description.engine)
 }
 
-fn describe(id: &str, name: &str, view: &Snapshot) -> Option<Value> {
+fn describe(id: &str, name: &str, view: &Snapshot) -> Option<Model> {
     // A turn may go to any worker that serves the model, so the smallest context counts.
     let serving = usable_engines(view).filter(|engine| engine.serves(name));
     let context_tokens = serving.map(|engine| engine.context_tokens).min()?;
-    Some(json!({
-        "id": id, "object": "model", "created": 0, "owned_by": "sglang", "root": name,
-        "max_model_len": context_tokens,
-    }))
+    Some(Model {
+        id: id.to_owned(),
+        object: "model",
+        created: 0,
+        owned_by: "sglang",
+        root: name.to_owned(),
+        max_model_len: context_tokens,
+    })
 }

@@ -101,6 +101,21 @@ const DEMOTION: &[Code] = &[
     Code::Stopping,
 ];
 
+const PREFETCH: &[Code] = &[
+    Code::SessionUnknown,
+    Code::PrefetchUnavailable,
+    Code::PrefetchShare,
+    Code::PrefetchNoRoom,
+    Code::SessionLost,
+    Code::SessionReclaimed,
+    Code::HistoryUnknown,
+    Code::KvCorrupt,
+    Code::WeightsChanged,
+    Code::AdapterChanged,
+    Code::EngineDown,
+    Code::Stopping,
+];
+
 /// All own routes but those of health.
 const ROUTES: &[Route] = &[
     Route {
@@ -142,6 +157,15 @@ const ROUTES: &[Route] = &[
         request: Request::SessionId,
         answers: &[(204, None)],
         refusals: &[ID, &[Code::InvalidSessionId], AGENT, DEMOTION],
+    },
+    Route {
+        method: HttpMethod::Post,
+        path: "/v1/sessions/{id}/prefetch",
+        summary: "Begins to load a session's KV from the host's memory to its device, for its next \
+                  turn",
+        request: Request::SessionId,
+        answers: &[(200, Some("Prefetch"))],
+        refusals: &[ID, &[Code::InvalidSessionId], AGENT, PREFETCH],
     },
     Route {
         method: HttpMethod::Post,

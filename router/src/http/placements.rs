@@ -5,9 +5,10 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use contract::api::{Placement, Placements, PrefillPlacement, RecentPlacement, RecentPlacements};
+use contract::api::{
+    Placement, Placements, PrefillPlacement, RecentPlacement, RecentPlacements, WorkerFigures,
+};
 use http::Uri;
-use serde_json::{Value, json};
 use service::clock::{now, whole_millis};
 
 use super::{
@@ -15,19 +16,16 @@ use super::{
     page::{self, PageRange},
     respond,
 };
-use crate::{
-    fleet::snapshot::Snapshot,
-    placement::{Figures, recent::PlacementRecord},
-};
+use crate::{fleet::snapshot::Snapshot, placement::recent::PlacementRecord};
 
 pub(super) async fn list(State(shared): SharedState, uri: Uri) -> Response {
     let range = match PageRange::read(&uri, shared.process_id) {
         Ok(range) => range,
         Err(refusal) => return respond(&shared, Err(refusal)),
     };
-    let page = shared.placer.placements_page(range.after, range.limit);
-    let place = page.last().map_or(range.after.unwrap_or_default(), |(place, _)| *place);
     let view = shared.directory.view();
+    let page = shared.placer.placements_page(range.after, range.limit, &view);
+    let place = page.last().map_or(range.after.unwrap_or_default(), |(place, _)| *place);
     let placements = page.iter().map(|(_, record)| {
         let PlacementRecord { turn, placed_at, session, placement } = record;
         let prefill = placement.prefill.as_ref();
@@ -52,13 +50,13 @@ pub(super) async fn show(State(shared): SharedState, path: IdPath) -> Response {
         Ok(turn_id) => turn_id,
         Err(refusal) => return respond(&shared, Err(refusal)),
     };
+    let view = shared.directory.view();
     let records = u64::from_str_radix(&turn_id, 16)
-        .map(|turn_id| shared.placer.placements(turn_id))
+        .map(|turn_id| shared.placer.placements(turn_id, &view))
         .unwrap_or_default();
     if records.is_empty() {
         return respond(&shared, Err(errors::placement_unknown_refusal()));
     }
-    let view = shared.directory.view();
     let placements = records.iter().map(|record| describe(record, &view)).collect();
     Json(Placements { turn: turn_id, placements }).into_response()
 }
@@ -68,7 +66,7 @@ fn describe(record: &PlacementRecord, view: &Snapshot) -> Placement {
     let prefill = placement.prefill.map(|prefill| PrefillPlacement {
         worker: view.name(prefill.worker),
         uncached_tokens: prefill.uncached_tokens,
-        figures: figures_to_json(&prefill.figures, view),
+        figures: WorkerFigures { worker: view.name(prefill.worker), figures: prefill.figures },
     });
     Placement {
         worker: view.name(placement.worker),
@@ -77,12 +75,10 @@ fn describe(record: &PlacementRecord, view: &Snapshot) -> Placement {
         uncached_tokens: placement.uncached_tokens,
         prefill,
         age_ms: whole_millis(now().saturating_duration_since(*placed_at)),
-        compared: placement.figures.iter().map(|it| figures_to_json(it, view)).collect(),
+        compared: placement
+            .figures
+            .iter()
+            .map(|&(worker, figures)| WorkerFigures { worker: view.name(worker), figures })
+            .collect(),
     }
-}
-
-fn figures_to_json(figures: &Figures, view: &Snapshot) -> Value {
-    let mut value = serde_json::to_value(figures).expect("plain fields always serialise");
-    value["worker"] = json!(view.name(figures.worker));
-    value
 }

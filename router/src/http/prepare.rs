@@ -26,7 +26,10 @@ use tower_http::{
 use super::{SharedState, respond};
 use crate::turn::body::Compression;
 
-const ENCODINGS: [&str; 4] = ["gzip", "deflate", "br", "zstd"];
+#[cfg(feature = "encodings")]
+const ENCODINGS: &[&str] = &["gzip", "deflate", "br", "zstd"];
+#[cfg(not(feature = "encodings"))]
+const ENCODINGS: &[&str] = &["gzip", "deflate"];
 const CORS_MAX_AGE: std::time::Duration = std::time::Duration::from_secs(3600);
 
 /// Adds the layers that must see a request before its route is known. In `cors_origins`, `*` stands
@@ -72,8 +75,11 @@ pub(super) async fn decompress(
             response.map(Body::new)
         }
         Encoding::Unknown => {
-            let message = "the body is compressed in a way that the router doesn't know; send it \
-                           as it is, or as gzip, deflate, br or zstd";
+            let known = ENCODINGS.join(", ");
+            let message = format!(
+                "the body is compressed in a way that the router doesn't know; send it as it is, \
+                 or as one of {known}"
+            );
             respond(&shared, Err(Refusal::new(Code::ContentEncoding, message)))
         }
     }
@@ -105,7 +111,7 @@ impl Encoding {
         }
         // RFC 9110: an old name of the same.
         let name = if is("x-gzip") { Some("gzip") } else { None };
-        name.or_else(|| ENCODINGS.into_iter().find(|known| is(known)))
+        name.or_else(|| ENCODINGS.iter().copied().find(|known| is(known)))
             .map_or(Self::Unknown, Self::Known)
     }
 }

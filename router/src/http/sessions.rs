@@ -36,14 +36,9 @@ use super::{IdPath, SharedState, errors, id, respond};
 use crate::{
     auth::Caller,
     fleet::control::OpenRequest,
+    sessions::lifecycle::{SESSIONS_LISTED_MAX, SessionView},
     shares::Sharer,
-    turn::{
-        self,
-        body::Compression,
-        request,
-        sessions::{SESSIONS_LISTED_MAX, SessionView},
-        shared::Shared,
-    },
+    turn::{arrival, body::Compression, request, session_choice, shared::Shared},
 };
 
 /// At most 256 bytes
@@ -116,7 +111,7 @@ async fn try_open(
         },
         &request_body.timeout,
     )?;
-    turn::check_key_sessions(shared, caller, &open_request.key).await?;
+    session_choice::check_key_sessions(shared, caller, &open_request.key).await?;
     let opened = shared.sessions.open(open_request).await?;
     let status = if opened.is_new { StatusCode::CREATED } else { StatusCode::OK };
     let session_view = SessionView {
@@ -191,6 +186,18 @@ pub(super) async fn demote(
     respond(&shared, answer.await)
 }
 
+pub(super) async fn prefetch(
+    State(shared): SharedState,
+    Extension(caller): Extension<Caller>,
+    path: IdPath,
+) -> Response {
+    let answer = async {
+        let tokens = shared.sessions.prefetch(&session_key(&caller, id(path)?)?).await?;
+        Ok(Json(api::Prefetch { tokens }).into_response())
+    };
+    respond(&shared, answer.await)
+}
+
 pub(super) async fn sglang_open(
     State(shared): SharedState,
     Extension(caller): Extension<Caller>,
@@ -208,7 +215,7 @@ async fn try_sglang_open(
     let retention = request_body.streaming.unwrap_or(false).then_some(Retention::Pinned);
     let open_request =
         build_open_request(caller, request_body.session_id, retention, &request_body.timeout)?;
-    turn::check_key_sessions(shared, caller, &open_request.key).await?;
+    session_choice::check_key_sessions(shared, caller, &open_request.key).await?;
     let opened = shared.sessions.open(open_request).await?;
     if !opened.is_new {
         // SGLang answers 400 too, with its text in the same place.
@@ -281,7 +288,7 @@ pub(super) async fn read_body<T: for<'de> Deserialize<'de> + Default>(
     request: Request,
     may_be_empty: bool,
 ) -> Result<T, Refusal> {
-    let sharer = turn::sharer(caller, request.extensions());
+    let sharer = arrival::sharer(caller, request.extensions());
     let (parts, body) = request.into_parts();
     let compression = Compression::find(&parts.extensions);
     let held_body = shared.bodies.read(body, &sharer, compression, || None).await?;
@@ -310,16 +317,8 @@ fn describe(shared: &Shared, session_view: &SessionView) -> api::Session {
         // A session that was just opened is in no report yet.
         let idle = view.sessions.idle(key, worker.agent, now());
         SessionReport {
-            retention: session.retention.as_str().to_owned(),
-            turns: session.turns,
-            turns_running: session.turns_running,
-            exclusive: session.exclusive,
-            whole_history: session.full_history,
-            resident_tokens: session.resident_tokens.map(|figure| figure.value),
-            resident_tokens_source: session.resident_tokens.map(|figure| figure.source),
             idle_ms: Some(whole_millis(idle.unwrap_or(session.idle))),
-            idle_ms_at_report: whole_millis(session.idle),
-            volatile_prefix: session.volatile_prefix,
+            ..SessionReport::from(&**session)
         }
     });
     let state = match session {

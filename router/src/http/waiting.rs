@@ -1,7 +1,7 @@
 //! Sends comments to a client of a stream while its turn waits for a worker's answer.
 //!
 //! While only comments were sent, the turn may still go to another worker. Between the head of a
-//! worker's answer and its first event, `turn::proxy` sends the comments.
+//! worker's answer and its first event, `turn::answer` sends the comments.
 
 use std::{
     future::Future as _,
@@ -22,16 +22,13 @@ use service::refusal::{Api, Code, Refusal};
 use tokio::time::Sleep;
 use tracing::debug;
 
-use crate::turn::{
-    proxy::{WAITING_COMMENT, is_event_stream},
-    shared::TurnFlags,
-};
+use crate::turn::{agent_body::is_event_stream, answer::WAITING_COMMENT, arrival::TurnFlags};
 
 /// Limits an answer that is no stream: an engine's error of a few hundred bytes, or one JSON value,
 /// of an engine that doesn't stream on this route. Of 4,096 turns that wait at once, 4 GiB.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 
-type RunningTurn = Pin<Box<dyn Future<Output = Result<Response, Refusal>> + Send>>;
+type AnswerFuture = Pin<Box<dyn Future<Output = Result<Response, Refusal>> + Send>>;
 
 #[derive(Debug)]
 pub(super) struct ErrorForm {
@@ -51,7 +48,7 @@ impl ErrorForm {
 /// Returns the turn's own answer if that comes within `interval`, or if the client wants no stream;
 /// otherwise the head of a stream, whose body goes on to wait.
 pub(super) async fn answer(
-    mut turn: RunningTurn,
+    mut turn: AnswerFuture,
     flags: &TurnFlags,
     interval: Duration,
     form: ErrorForm,
@@ -83,7 +80,7 @@ enum Rest {
     Events(Bytes),
 }
 
-async fn await_answer(turn: RunningTurn, form: ErrorForm) -> Rest {
+async fn await_answer(turn: AnswerFuture, form: ErrorForm) -> Rest {
     let ErrorForm { api, request_id } = form;
     let response = match turn.await {
         Ok(response) => response,
@@ -184,7 +181,7 @@ mod tests {
     const INTERVAL: Duration = Duration::from_secs(10);
 
     /// A turn whose answer the test gives, and a client that asked for a stream.
-    fn turn(path: &str) -> (oneshot::Sender<Result<Response, Refusal>>, RunningTurn, ErrorForm) {
+    fn turn(path: &str) -> (oneshot::Sender<Result<Response, Refusal>>, AnswerFuture, ErrorForm) {
         let (give, answer) = oneshot::channel();
         let mut parts = http::Request::new(()).into_parts().0;
         parts.uri = path.parse().unwrap();

@@ -5,12 +5,16 @@
 //! - *wait*: until the engine begins to compute the prompt: for the prompts ahead, for a place in
 //!   the batch, and for room in the KV pool.
 //! - *prefill*: the time to compute the part of the prompt that is not resident.
+//! - *load*: the time to load the part that only the host has. The engine computes meanwhile, so
+//!   the greater of prefill and load counts.
 //! - *displacement*: the turn evicts KV of idle sessions now. The cost is the time to recompute
-//!   that KV, times the probability that its session returns.
+//!   that KV, times the probability that its session returns. With a host tier, the KV is loaded
+//!   again, and not recomputed.
 //! - *crowding*: the cost of keeping the session on the worker. The more of the pool is KV that
 //!   other sessions will use again, the more of it is evicted before its next use. Each session
 //!   pays in proportion to the KV that it brings and will bring. Without this part, all sessions
-//!   with the same system prompt would gather on the worker that has the prompt.
+//!   with the same system prompt would gather on the worker that has the prompt. A host tier that
+//!   is larger than the pool counts as the pool.
 //! - *blocking*: the waiting of the turns that other sessions send during the prefill.
 //! - *interference*: the slowdown of the other turns in the batch.
 //! - *impatience*: a surcharge on the time to the first token beyond what people accept.
@@ -23,15 +27,18 @@ mod displacement;
 use std::time::{Duration, Instant};
 
 use contract::{
+    api::Figures,
     load::{EngineRole, RankLoad},
     staged_prefill::PREFILL_TOKENS_PER_S_ASSUMED,
 };
-use serde::Serialize;
 
 use self::displacement::{IdleKv, displaced_tokens};
 use super::{PlacementRequest, Sticky, TURN_TOKENS_ASSUMED};
 use crate::fleet::{
-    reuse_forecast::ReuseDemand, snapshot::Snapshot, worker::WorkerRef, worker_table::WorkerStats,
+    reuse_forecast::ReuseDemand,
+    snapshot::Snapshot,
+    worker::WorkerRef,
+    worker_table::{HostStats, WorkerStats},
 };
 
 /// Duration in the batch. An answer of 440 tokens at 20 ms each takes 8.8 s.
@@ -77,52 +84,8 @@ const KV_BYTES_PER_TOKEN_ASSUMED: u64 = 160 << 10;
 
 const WHOLE_MILLI: u64 = 1000;
 
-/// The API shows all fields for recent placements, as one flat JSON object.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Figures {
-    #[serde(skip)]
-    pub worker: WorkerRef,
-    pub cost_ms: u64,
-    pub wait_ms: u64,
-    /// Time to compute the part of the prompt that isn't resident; on a decode worker, time to
-    /// transfer its KV. `None` if the prompt is unknown.
-    pub prefill_ms: Option<u64>,
-    /// `None` if the prompt, or the pool's size or use, is unknown.
-    pub displacement_ms: Option<u64>,
-    pub crowding_ms: u64,
-    /// `None` if the prompt is unknown.
-    pub blocking_ms: Option<u64>,
-    pub interference_ms: u64,
-    pub impatience_ms: u64,
-    /// `None` if the prompt is unknown.
-    pub resident_tokens: Option<u64>,
-    /// Prompt tokens of other turns that are computed before this turn's, those included that this
-    /// router sent since the last load report.
-    pub backlog_tokens: u64,
-    /// As measured on this worker or on workers like it. `None`: the costs use an assumed rate.
-    pub prefill_tokens_per_s: Option<u64>,
-    /// Includes those that this router began since the last load report.
-    pub turns: u32,
-    /// 0 if not reported.
-    pub turns_max: u32,
-    pub waiting: Option<u64>,
-    /// KV that other sessions are expected to use again, or KV that can't be evicted if that is
-    /// more.
-    pub wanted_tokens: u64,
-    pub pool_tokens: Option<u64>,
-    /// `None` unless workers of about the same cost were told apart by their room.
-    pub free_tokens: Option<u64>,
-    /// Of the conversation without a name whose KV the worker evicts first. `None` as
-    /// `free_tokens`, and if there is none.
-    pub oldest_idle_ms: Option<u64>,
-    /// Includes those that this router opened since the last load report.
-    pub sessions: u32,
-}
-
 #[derive(Debug, Clone, Copy)]
 struct QueueAhead {
-    tokens_per_s: u64,
-    backlog_tokens: u64,
     turns: u32,
     wait_ms: u64,
 }
@@ -134,15 +97,10 @@ struct PoolUse {
     growth_tokens: u64,
     /// See [`Figures::wanted_tokens`].
     wanted_tokens: u64,
-    /// Of the pool or of the engine's request rows: the greater of the two. A request row is a
-    /// place for one request, and each pinned session holds one.
+    /// Of the room for KV that is kept, on the device or the host, or of the engine's request rows:
+    /// the greater of the two. A request row is a place for one request, and each pinned session
+    /// holds one. Counting the wait for loads too changes nothing in the simulator `berth-sim`.
     fullness_milli: u64,
-}
-
-impl Figures {
-    pub(super) fn plus(self, partner_ms: u64) -> Self {
-        Self { cost_ms: self.cost_ms.saturating_add(partner_ms), ..self }
-    }
 }
 
 pub(super) fn compute(
@@ -164,57 +122,57 @@ pub(super) fn compute_up_to(
     cost_ms_max: u64,
     now: Instant,
 ) -> Option<Figures> {
-    let (worker, prompt) = (stats.worker(), request.prompt);
+    let worker = stats.worker();
     let own_kv = own_kv(request, worker);
-    let uncached_tokens = uncached_tokens(request, worker);
+    let parts = prompt_parts(request, stats);
+    let uncached_tokens = parts.map(|parts| parts.uncached_tokens);
     let new_tokens = uncached_tokens.unwrap_or(TURN_TOKENS_ASSUMED);
-    let QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms } =
-        queue_ahead(request, own_kv, new_tokens, view, stats, now);
+    let tokens_per_s = fill_tokens_per_s(view, stats);
+    let backlog_tokens = backlog_tokens(tokens_per_s, new_tokens, stats, now);
+    if takes_longer(backlog_tokens, uncached_tokens, tokens_per_s, cost_ms_max) {
+        return None;
+    }
+    let QueueAhead { turns, wait_ms } =
+        queue_ahead(request, own_kv, tokens_per_s, backlog_tokens, view, stats);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_PER_TURN;
     let prefill_ms = uncached_tokens.map(|tokens| compute_ms(tokens, tokens_per_s));
-    let first_token_ms = wait_ms.saturating_add(prefill_ms.unwrap_or(0));
+    let host = stats.host();
+    let host_tokens = host.and(parts).map(|parts| parts.host_tokens);
+    let load_ms = host.zip(host_tokens).map(|(host, tokens)| host_load_ms(host, tokens));
+    let prompt_ms = prefill_ms.max(load_ms);
+    let first_token_ms = wait_ms.saturating_add(prompt_ms.unwrap_or(0));
     let impatience_ms = impatience_ms(first_token_ms);
     // The divisions of the crowding are a third of the work, and few workers come so far.
     let queue_costs_ms =
-        [first_token_ms, interference_ms, impatience_ms].into_iter().fold(0, u64::saturating_add);
+        first_token_ms.saturating_add(interference_ms).saturating_add(impatience_ms);
     if queue_costs_ms > cost_ms_max {
         return None;
     }
     let pool_use = pool_use(own_kv, stats);
-    let context_tokens =
-        prompt.map_or(0, |prompt| prompt.tokens).saturating_add(pool_use.growth_tokens);
-    let kept_tokens =
-        if request.expects_more_turns || prompt.is_none() { context_tokens } else { 0 };
-    let crowding_ms = compute_ms(kept_tokens, tokens_per_s).saturating_mul(pool_use.fullness_milli)
-        / WHOLE_MILLI
-        / CROWDING_DIVISOR;
+    let crowding_ms = crowding_ms(request, pool_use, tokens_per_s);
     if queue_costs_ms.saturating_add(crowding_ms) > cost_ms_max {
         return None;
     }
     let demand = view.reuse_demand(worker);
-    let displacement_ms = uncached_tokens.and_then(|uncached_tokens| {
-        let needed_tokens = uncached_tokens + ANSWER_TOKENS_ASSUMED;
-        let load = view.agent(worker).rank_load(worker.dp_rank)?;
-        let idle = IdleKv::new(request, worker, demand, needed_tokens, now);
-        let displaced = displaced_tokens(load, &idle, pool_use.pool_tokens?, needed_tokens)?;
-        Some(compute_ms(displaced, tokens_per_s))
+    let displacement_ms = parts.and_then(|PromptParts { uncached_tokens, host_tokens, .. }| {
+        let needed_tokens = uncached_tokens + host_tokens + ANSWER_TOKENS_ASSUMED;
+        let displaced = displaced_at(request, view, worker, pool_use, needed_tokens, demand, now)?;
+        Some(compute_ms(displaced, host.map_or(tokens_per_s, HostStats::load_tokens_per_s)))
     });
-    let blocking_ms = prefill_ms.map(|prefill_ms| blocking_ms(prefill_ms, stats, demand));
-    let costs_ms =
-        [queue_costs_ms, displacement_ms.unwrap_or(0), crowding_ms, blocking_ms.unwrap_or(0)];
+    let blocking_ms = prompt_ms.map(|prompt_ms| blocking_ms(prompt_ms, stats, demand));
+    let other_costs_ms = [displacement_ms.unwrap_or(0), crowding_ms, blocking_ms.unwrap_or(0)];
     Some(Figures {
-        worker,
-        cost_ms: costs_ms.into_iter().fold(0, u64::saturating_add),
+        cost_ms: other_costs_ms.into_iter().fold(queue_costs_ms, u64::saturating_add),
         wait_ms,
         prefill_ms,
+        load_ms,
         displacement_ms,
         crowding_ms,
         blocking_ms,
         interference_ms,
         impatience_ms,
-        resident_tokens: prompt
-            .zip(uncached_tokens)
-            .map(|(prompt, uncached_tokens)| prompt.tokens - uncached_tokens),
+        resident_tokens: parts.map(|parts| parts.resident_tokens),
+        host_tokens,
         backlog_tokens,
         prefill_tokens_per_s: stats.prefill_tokens_per_s(),
         turns,
@@ -228,6 +186,31 @@ pub(super) fn compute_up_to(
     })
 }
 
+/// The tokens of others' KV that the turn evicts.
+fn displaced_at(
+    request: &PlacementRequest<'_>,
+    view: &Snapshot,
+    worker: WorkerRef,
+    pool_use: PoolUse,
+    needed_tokens: u64,
+    demand: &ReuseDemand,
+    now: Instant,
+) -> Option<u64> {
+    let load = view.agent(worker).rank_load(worker.dp_rank)?;
+    let idle = IdleKv::new(request, worker, demand, needed_tokens, now);
+    displaced_tokens(load, &idle, pool_use.pool_tokens?, needed_tokens)
+}
+
+fn crowding_ms(request: &PlacementRequest<'_>, pool_use: PoolUse, tokens_per_s: u64) -> u64 {
+    let prompt_tokens = request.prompt.map_or(0, |prompt| prompt.tokens);
+    let context_tokens = prompt_tokens.saturating_add(pool_use.growth_tokens);
+    let is_kept = request.expects_more_turns || request.prompt.is_none();
+    let kept_tokens = if is_kept { context_tokens } else { 0 };
+    compute_ms(kept_tokens, tokens_per_s).saturating_mul(pool_use.fullness_milli)
+        / WHOLE_MILLI
+        / CROWDING_DIVISOR
+}
+
 /// On a worker that has the turn's whole prompt resident.
 pub(super) fn queue_cost_ms(
     request: &PlacementRequest<'_>,
@@ -236,7 +219,10 @@ pub(super) fn queue_cost_ms(
     now: Instant,
 ) -> u64 {
     let own_kv = own_kv(request, stats.worker());
-    let QueueAhead { turns, wait_ms, .. } = queue_ahead(request, own_kv, 0, view, stats, now);
+    let tokens_per_s = fill_tokens_per_s(view, stats);
+    let backlog_tokens = backlog_tokens(tokens_per_s, 0, stats, now);
+    let QueueAhead { turns, wait_ms } =
+        queue_ahead(request, own_kv, tokens_per_s, backlog_tokens, view, stats);
     let interference_ms = u64::from(turns) * INTERFERENCE_MS_PER_TURN;
     wait_ms.saturating_add(impatience_ms(wait_ms)).saturating_add(interference_ms)
 }
@@ -245,26 +231,47 @@ fn impatience_ms(first_token_ms: u64) -> u64 {
     first_token_ms.saturating_sub(PATIENCE_MS).saturating_mul(IMPATIENCE_FACTOR)
 }
 
+/// Prompt tokens that are computed before the turn's own.
+fn backlog_tokens(
+    tokens_per_s: u64,
+    uncached_tokens: u64,
+    stats: WorkerStats<'_>,
+    now: Instant,
+) -> u64 {
+    let waiting_tokens_assumed = stats.waiting_without_tokens().saturating_mul(TURN_TOKENS_ASSUMED);
+    stats
+        .backlog_tokens(tokens_per_s, now)
+        .max(waiting_tokens_assumed)
+        .saturating_add(staged_prefill_tokens(stats, uncached_tokens))
+}
+
+/// Whether the prompts take more than `ms_max`, each rounded down. May say no for up to 2 ms more.
+/// Two divisions would be a third of the work for a worker.
+fn takes_longer(
+    backlog_tokens: u64,
+    uncached_tokens: Option<u64>,
+    tokens_per_s: u64,
+    ms_max: u64,
+) -> bool {
+    let tokens = backlog_tokens.saturating_add(uncached_tokens.unwrap_or(0));
+    let limit = ms_max.checked_add(2).and_then(|ms| ms.checked_mul(tokens_per_s));
+    limit.is_some_and(|limit| tokens.saturating_mul(1000) >= limit)
+}
+
 fn queue_ahead(
     request: &PlacementRequest<'_>,
     own_kv: OwnKv,
-    uncached_tokens: u64,
+    tokens_per_s: u64,
+    backlog_tokens: u64,
     view: &Snapshot,
     stats: WorkerStats<'_>,
-    now: Instant,
 ) -> QueueAhead {
-    let tokens_per_s = fill_tokens_per_s(view, stats);
-    let waiting_tokens_assumed = stats.waiting_without_tokens().saturating_mul(TURN_TOKENS_ASSUMED);
-    let backlog_tokens = stats
-        .backlog_tokens(tokens_per_s, now)
-        .max(waiting_tokens_assumed)
-        .saturating_add(staged_prefill_tokens(stats, uncached_tokens));
     let turns = stats.turns();
     let batch_wait_ms = batch_wait_ms(turns, stats.turns_max());
     let queued_ms = compute_ms(backlog_tokens, tokens_per_s).saturating_add(batch_wait_ms);
     // Running turns end while the backlog is computed, so the two waits overlap.
     let wait_ms = queued_ms.max(pool_wait_ms(request, own_kv, view, stats, backlog_tokens));
-    QueueAhead { tokens_per_s, backlog_tokens, turns, wait_ms }
+    QueueAhead { turns, wait_ms }
 }
 
 /// How many tokens of a prompt a worker gets KV for in a second. A decode worker takes the KV from
@@ -371,8 +378,8 @@ fn pool_use(own_kv: OwnKv, stats: WorkerStats<'_>) -> PoolUse {
         .saturating_add(u64::from(opened_sessions) * growth_tokens)
         .saturating_sub(own_kv.tokens)
         .max(used_tokens.unwrap_or(0).saturating_sub(own_kv.private_tokens));
-    let fullness_milli = match (pool_tokens, used_tokens) {
-        (Some(pool_tokens), Some(_)) => share_milli(wanted_tokens, pool_tokens),
+    let fullness_milli = match (stats.kept_tokens_max(), used_tokens) {
+        (Some(kept_tokens_max), Some(_)) => share_milli(wanted_tokens, kept_tokens_max),
         // An unknown pool counts as full.
         _ => WHOLE_MILLI,
     };
@@ -402,12 +409,34 @@ fn requests_waiting(view: &Snapshot, worker: WorkerRef) -> Option<u64> {
     Some(view.agent(worker).rank_load(worker.dp_rank)?.requests_waiting?.value)
 }
 
-pub(super) fn uncached_tokens(request: &PlacementRequest<'_>, worker: WorkerRef) -> Option<u64> {
+/// What a worker has to do for a turn's prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PromptParts {
+    pub(super) uncached_tokens: u64,
+    resident_tokens: u64,
+    /// The part of `resident_tokens` that only the host has. 0 where no host tier is known.
+    pub(super) host_tokens: u64,
+}
+
+/// `None` if the prompt is unknown.
+pub(super) fn prompt_parts(
+    request: &PlacementRequest<'_>,
+    stats: WorkerStats<'_>,
+) -> Option<PromptParts> {
     let prompt = request.prompt?;
-    let resident_blocks = worker.number().map_or(0, |number| prompt.overlap.device_blocks(number));
+    let worker = stats.worker();
+    let (overlap, number) = (prompt.overlap, worker.number());
+    let leading_tokens = |blocks: Option<u32>| u64::from(blocks.unwrap_or(0)) * prompt.block_tokens;
     let private_tokens = own_kv(request, worker).private_tokens;
-    let resident_tokens = private_tokens.max(u64::from(resident_blocks) * prompt.block_tokens);
-    Some(prompt.tokens.saturating_sub(resident_tokens))
+    let device_blocks = number.map(|number| overlap.device_blocks(number));
+    let device_tokens = private_tokens.max(leading_tokens(device_blocks));
+    let any_tier_blocks =
+        number.filter(|_| stats.host().is_some()).map(|number| overlap.any_tier_blocks(number));
+    let any_tier_tokens = leading_tokens(any_tier_blocks).min(prompt.tokens);
+    let host_tokens = any_tier_tokens.saturating_sub(device_tokens);
+    let resident_tokens = device_tokens.saturating_add(host_tokens).min(prompt.tokens);
+    let uncached_tokens = prompt.tokens - resident_tokens;
+    Some(PromptParts { uncached_tokens, resident_tokens, host_tokens })
 }
 
 fn blocking_ms(prefill_ms: u64, stats: WorkerStats<'_>, demand: &ReuseDemand) -> u64 {
@@ -433,6 +462,10 @@ fn rows_used_milli(request_rows: Option<(u64, u64)>, opened_sessions: u32) -> u6
 
 fn share_milli(part: u64, whole: u64) -> u64 {
     part.saturating_mul(WHOLE_MILLI) / whole
+}
+
+fn host_load_ms(host: HostStats, tokens: u64) -> u64 {
+    compute_ms(tokens, host.load_tokens_per_s())
 }
 
 fn compute_ms(tokens: u64, tokens_per_s: u64) -> u64 {

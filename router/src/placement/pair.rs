@@ -99,7 +99,7 @@ fn place_pair(
     now: Instant,
 ) -> Result<Placement, NoWorker> {
     let prefills = Prefills::find(request, view, now)?;
-    let cost_ms = |decode: WorkerStats<'_>| Some(prefills.best_for(decode)?.cost_ms);
+    let cost_ms = |decode: WorkerStats<'_>| Some(prefills.best_for(decode)?.figures.cost_ms);
     let decode = place_in_role(request, view, now, EngineRole::Decode, cost_ms);
     let decode = decode.map_err(|error| match error {
         NoWorker::Unusable | NoWorker::Disaggregated => NoWorker::NoPair,
@@ -115,9 +115,12 @@ fn add_prefill(
     view: &Snapshot,
 ) -> Result<Placement, NoWorker> {
     let stats = view.worker_table().get(decode.worker);
-    let figures = stats.and_then(|stats| prefills.best_for(stats)).ok_or(NoWorker::NoPair)?;
-    let uncached_tokens = cost::uncached_tokens(request, figures.worker);
-    let prefill = PrefillPlacement { worker: figures.worker, uncached_tokens, figures };
+    let best = stats.and_then(|stats| prefills.best_for(stats)).ok_or(NoWorker::NoPair)?;
+    let Prefill { worker, figures } = best;
+    let stats = view.worker_table().get(worker);
+    let parts = stats.and_then(|stats| cost::prompt_parts(request, stats));
+    let uncached_tokens = parts.map(|parts| parts.uncached_tokens);
+    let prefill = PrefillPlacement { worker, uncached_tokens, figures };
     Ok(Placement { prefill: Some(prefill), ..decode })
 }
 
@@ -129,9 +132,15 @@ struct Prefills {
 
 #[derive(Debug, Clone, Copy)]
 struct Choice {
-    least: (SortKey, Figures),
+    least: (SortKey, Prefill),
     /// The one that the session's digest prefers.
-    preferred: (u64, Figures),
+    preferred: (u64, Prefill),
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Prefill {
+    worker: WorkerRef,
+    figures: Figures,
 }
 
 impl Prefills {
@@ -150,13 +159,15 @@ impl Prefills {
         let mut by_class: Vec<(PairClass, Choice)> = vec![];
         for stats in candidates.workers {
             let Some(class) = stats.pair_class() else { continue };
+            let worker = stats.worker();
             let figures = cost::compute(&request, view, stats, now);
-            let hash = rendezvous_hash(request.digest, view, stats.worker());
+            let prefill = Prefill { worker, figures };
+            let hash = rendezvous_hash(request.digest, view, worker);
             let key = (figures.cost_ms, figures.sessions, Reverse(hash));
             match by_class.iter_mut().find(|(known, _)| *known == class) {
-                Some((_, choice)) => choice.add(key, hash, figures),
+                Some((_, choice)) => choice.add(key, hash, prefill),
                 None => {
-                    let choice = Choice { least: (key, figures), preferred: (hash, figures) };
+                    let choice = Choice { least: (key, prefill), preferred: (hash, prefill) };
                     by_class.push((class, choice));
                 }
             }
@@ -168,7 +179,7 @@ impl Prefills {
         Ok(Self { by_class })
     }
 
-    fn best_for(&self, decode: WorkerStats<'_>) -> Option<Figures> {
+    fn best_for(&self, decode: WorkerStats<'_>) -> Option<Prefill> {
         let class = decode.pair_class()?;
         let fitting = self.by_class.iter().filter(|(other, _)| class.fits(*other));
         fitting.map(|(_, choice)| choice.least).min_by_key(|(key, _)| *key).map(|(_, best)| best)
@@ -176,19 +187,20 @@ impl Prefills {
 }
 
 impl Choice {
-    fn add(&mut self, key: SortKey, hash: u64, figures: Figures) {
+    fn add(&mut self, key: SortKey, hash: u64, prefill: Prefill) {
         if key < self.least.0 {
-            self.least = (key, figures);
+            self.least = (key, prefill);
         }
         if hash > self.preferred.0 {
-            self.preferred = (hash, figures);
+            self.preferred = (hash, prefill);
         }
     }
 
     fn prefer(&mut self) {
-        let (hash, figures) = self.preferred;
-        if figures.cost_ms <= self.least.1.cost_ms.saturating_add(CACHE_KEY_SLACK_MS) {
-            self.least = ((figures.cost_ms, figures.sessions, Reverse(hash)), figures);
+        let (hash, prefill) = self.preferred;
+        let Figures { cost_ms, sessions, .. } = prefill.figures;
+        if cost_ms <= self.least.1.figures.cost_ms.saturating_add(CACHE_KEY_SLACK_MS) {
+            self.least = ((cost_ms, sessions, Reverse(hash)), prefill);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Keeps the last placements, so that the API can tell why a turn went to its worker. Pure.
 //!
-//! The number of sets of figures is bounded, not that of placements, because a placement that
-//! compares many workers takes more memory.
+//! Bounded is the number of workers compared in all placements together, not that of placements:
+//! one that compares many workers takes more memory.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -11,6 +11,7 @@ use std::{
 use contract::id::Digest;
 
 use super::Placement;
+use crate::fleet::snapshot::Snapshot;
 
 /// Each set of figures has about 150 bytes, so the records take 10 MiB. If each turn compares 32
 /// workers, they cover the last 2,000 turns.
@@ -33,6 +34,15 @@ pub(crate) struct RecentPlacements {
     next_place: u64,
     weight_sum: usize,
     weight_max: usize,
+}
+
+/// Whether the snapshot can name all workers of the placement.
+fn has_names(record: &PlacementRecord, view: &Snapshot) -> bool {
+    let placement = &record.placement;
+    let compared = placement.figures.iter().map(|(worker, _)| *worker);
+    let prefill = placement.prefill.iter().map(|prefill| prefill.worker);
+    let mut workers = compared.chain(prefill).chain([placement.worker]);
+    workers.all(|worker| view.has_agent(worker.agent))
 }
 
 /// A placement without figures takes memory too.
@@ -71,41 +81,35 @@ impl RecentPlacements {
         self.check_invariants();
     }
 
+    /// Empty if one of the turn's placements names an agent that has left the fleet.
     #[must_use]
-    pub(crate) fn placements(&self, turn: u64) -> Vec<&PlacementRecord> {
+    pub(crate) fn placements(&self, turn: u64, view: &Snapshot) -> Vec<&PlacementRecord> {
         let places = self.by_turn.get(&turn).into_iter().flatten();
-        places.filter_map(|place| self.records.get(place)).collect()
+        let records: Vec<_> = places.filter_map(|place| self.records.get(place)).collect();
+        let is_shown = records.iter().all(|record| has_names(record, view));
+        if is_shown { records } else { vec![] }
     }
 
     /// The first `limit` placements after the place `after`, or else the last ones; oldest first.
+    /// A placement that names an agent that has left the fleet is left out.
     #[must_use]
-    pub(crate) fn page(&self, after: Option<u64>, limit: usize) -> Vec<(u64, &PlacementRecord)> {
+    pub(crate) fn page(
+        &self,
+        after: Option<u64>,
+        limit: usize,
+        view: &Snapshot,
+    ) -> Vec<(u64, &PlacementRecord)> {
+        let is_shown = |record: &PlacementRecord| !self.placements(record.turn, view).is_empty();
         let from = match after {
             Some(place) => place.saturating_add(1),
-            None => self.records.keys().rev().take(limit).next_back().copied().unwrap_or_default(),
+            None => {
+                let newest_first = self.records.iter().rev();
+                let shown = newest_first.filter(|(_, record)| is_shown(record)).take(limit);
+                shown.last().map_or(0, |(place, _)| *place)
+            }
         };
-        self.records.range(from..).take(limit).map(|(place, record)| (*place, record)).collect()
-    }
-
-    /// Another agent will have the slot of this one, and would be shown instead.
-    pub(crate) fn forget_agent(&mut self, agent: usize) {
-        let names_agent = |record: &PlacementRecord| {
-            let compared = record.placement.figures.iter().map(|figures| figures.worker);
-            compared.chain([record.placement.worker]).any(|worker| worker.agent == agent)
-        };
-        let mut turns: Vec<u64> = self
-            .records
-            .values()
-            .filter(|record| names_agent(record))
-            .map(|record| record.turn)
-            .collect();
-        turns.dedup();
-        for place in turns.iter().filter_map(|turn| self.by_turn.remove(turn)).flatten() {
-            let removed = self.records.remove(&place).expect("each place has a record");
-            self.weight_sum -= weight(&removed);
-        }
-        #[cfg(debug_assertions)]
-        self.check_invariants();
+        let shown = self.records.range(from..).filter(|(_, record)| is_shown(record));
+        shown.take(limit).map(|(place, record)| (*place, record)).collect()
     }
 
     #[cfg(any(test, debug_assertions))]
@@ -122,13 +126,25 @@ impl RecentPlacements {
 mod tests {
     use super::*;
     use crate::{
-        fleet::testing::{fleet, start},
+        fleet::{
+            testing::{fleet, replace_agent, start},
+            worker::{AgentKey, WorkerRef},
+        },
         placement::{PairUse, PlacementRequest, place},
     };
 
+    fn view() -> Snapshot {
+        fleet(&[(0, 0)], start()).snapshot()
+    }
+
+    /// Returns how many placements of a turn are shown.
+    fn count(recent: &RecentPlacements, turn: u64) -> usize {
+        recent.placements(turn, &view()).len()
+    }
+
     /// Returns a placement for which this many workers were compared.
     fn placement(compared: usize) -> Placement {
-        let view = fleet(&[(0, 0)], start()).snapshot();
+        let view = view();
         let request = PlacementRequest {
             digest: Digest(1),
             expects_more_turns: false,
@@ -153,7 +169,7 @@ mod tests {
 
     /// Returns the turns of a page.
     fn turns(recent: &RecentPlacements, after: Option<u64>, limit: usize) -> Vec<u64> {
-        recent.page(after, limit).iter().map(|(_, record)| record.turn).collect()
+        recent.page(after, limit, &view()).iter().map(|(_, record)| record.turn).collect()
     }
 
     #[test]
@@ -165,7 +181,7 @@ mod tests {
         }
         assert_eq!(turns(&recent, None, 3), [2, 3, 4]);
         assert_eq!(turns(&recent, Some(0), 3), [1, 2, 3]);
-        let (place, _) = recent.page(Some(0), 3)[2];
+        let (place, _) = recent.page(Some(0), 3, &view())[2];
         assert_eq!(turns(&recent, Some(place), 3), [4]);
         // Of seven, the first one exceeds the bound.
         for turn in 5..=7 {
@@ -182,23 +198,14 @@ mod tests {
         recent.add(record(7, 4));
         recent.add(record(8, 0));
         recent.add(record(7, 3));
-        assert_eq!(
-            (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
-            (2, 1, 0)
-        );
+        assert_eq!([7, 8, 9].map(|turn| count(&recent, turn)), [2, 1, 0]);
         // Their weights sum up to 10. The next record exceeds the bound, so the first one of turn 7
         // goes.
         recent.add(record(9, 10));
-        assert_eq!(
-            (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
-            (1, 1, 1)
-        );
+        assert_eq!([7, 8, 9].map(|turn| count(&recent, turn)), [1, 1, 1]);
         recent.add(record(10, 19));
-        assert_eq!(
-            (recent.placements(7).len(), recent.placements(8).len(), recent.placements(9).len()),
-            (0, 0, 0)
-        );
-        assert_eq!(recent.placements(10).len(), 1);
+        assert_eq!([7, 8, 9].map(|turn| count(&recent, turn)), [0, 0, 0]);
+        assert_eq!(count(&recent, 10), 1);
     }
 
     #[test]
@@ -206,8 +213,39 @@ mod tests {
         let mut recent = RecentPlacements::new(3);
         recent.add(record(1, 2));
         recent.add(record(2, 3));
-        assert!(recent.placements(1).is_empty() && recent.placements(2).is_empty());
+        assert_eq!([1, 2].map(|turn| count(&recent, turn)), [0, 0]);
         recent.add(record(3, 0));
-        assert_eq!(recent.placements(3).len(), 1);
+        assert_eq!(count(&recent, 3), 1);
+    }
+
+    #[test]
+    fn placements_that_name_an_agent_that_has_left_are_not_shown() {
+        let mut state = fleet(&[(0, 0), (0, 0)], start());
+        let mut recent = RecentPlacements::new(100);
+        let at = |agent| WorkerRef { agent, dp_rank: 0 };
+        let (old, other) = (AgentKey::first(0), AgentKey::first(1));
+        for (turn, worker) in [(1, old), (2, other), (3, old), (4, other), (4, other)] {
+            let placement = Placement { worker: at(worker), ..placement(0) };
+            recent.add(PlacementRecord { placement, ..record(turn, 0) });
+        }
+        let mut compared = placement(2);
+        compared.worker = at(other);
+        recent.add(PlacementRecord { placement: compared, ..record(5, 0) });
+        let view = state.snapshot();
+        assert_eq!(recent.page(None, 9, &view).len(), 6);
+        let new = replace_agent(&mut state, old, start());
+        recent.add(PlacementRecord {
+            placement: Placement { worker: at(new), ..placement(0) },
+            ..record(4, 0)
+        });
+        let view = state.snapshot();
+        let turns = |after, limit| -> Vec<u64> {
+            let page = recent.page(after, limit, &view);
+            page.iter().map(|(_, record)| record.turn).collect()
+        };
+        assert_eq!((turns(None, 9), turns(None, 2)), (vec![2, 4, 4, 4], vec![4, 4]));
+        assert_eq!(turns(Some(0), 2), [2, 4]);
+        let counts = [1, 2, 4, 5].map(|turn| recent.placements(turn, &view).len());
+        assert_eq!(counts, [0, 1, 3, 0]);
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! `random` places on random fleets, `pairs` on fleets of prefill and decode workers.
 
+mod host_tier;
 mod pairs;
 mod random;
 mod staged_prefill;
@@ -21,9 +22,10 @@ use contract::{
 use super::*;
 use crate::fleet::{
     conversations::{Begun, Conversations},
-    lease::Lease,
+    lease::LoadLease,
     state::{State, Update},
     testing::{description, fleet, report, start},
+    worker::AgentKey,
 };
 
 const POOL_TOKENS: u64 = 1_000_000;
@@ -48,7 +50,7 @@ fn request(digest: u64) -> PlacementRequest<'static> {
 }
 
 fn at(agent: usize) -> WorkerRef {
-    WorkerRef { agent, dp_rank: 0 }
+    WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }
 }
 
 fn stays(agent: usize) -> Option<Sticky> {
@@ -74,7 +76,7 @@ fn idle() -> LoadReport {
 fn report_load(state: &mut State, agent: usize, change: impl FnOnce(&mut RankLoad), now: Instant) {
     let mut report = idle();
     change(&mut report.ranks[0]);
-    state.apply(agent, Update::Report(report), now);
+    state.apply(AgentKey::first(agent), Update::Report(report), now);
 }
 
 /// Returns a fleet of `count` idle engines, all heard at `now`.
@@ -86,15 +88,19 @@ fn engines(count: usize, now: Instant) -> State {
     state
 }
 
-/// Returns the overlap of a prompt, given its resident tokens by worker.
-fn resident(tokens: &[u64]) -> Overlap {
-    let (mut index, mut overlap) = (Index::new(1 << 26), Overlap::default());
-    let most = tokens.iter().max().copied().unwrap_or(0) / BLOCK_TOKENS;
+fn chain(blocks: u64) -> Vec<BlockHash> {
     let next = |last: &mut BlockHash, number| {
         *last = hash_after(*last, number);
         Some(*last)
     };
-    let chain: Vec<BlockHash> = (0..most).scan(BlockHash(7), next).collect();
+    (0..blocks).scan(BlockHash(7), next).collect()
+}
+
+/// Returns the overlap of a prompt, given its resident tokens by worker.
+fn resident(tokens: &[u64]) -> Overlap {
+    let (mut index, mut overlap) = (Index::new(1 << 26), Overlap::default());
+    let most = tokens.iter().max().copied().unwrap_or(0) / BLOCK_TOKENS;
+    let chain = chain(most);
     for (agent, &tokens) in tokens.iter().enumerate() {
         let blocks = usize::try_from(tokens / BLOCK_TOKENS).unwrap();
         let number = at(agent).number().unwrap();
@@ -128,16 +134,17 @@ fn session(id: u64, tokens: u64, idle: Duration) -> Session {
 
 fn placed(state: &State, request: &PlacementRequest<'_>, now: Instant) -> (usize, Reason) {
     let placement = place(request, &state.snapshot(), now).unwrap();
-    (placement.worker.agent, placement.reason)
+    (placement.worker.agent.slot(), placement.reason)
 }
 
 fn figures(state: &State, request: &PlacementRequest<'_>, now: Instant, agent: usize) -> Figures {
     let placement = place(request, &state.snapshot(), now).unwrap();
-    *placement.figures.iter().find(|one| one.worker == at(agent)).expect("the agent was compared")
+    let mut compared = placement.figures.iter();
+    compared.find(|one| one.0 == at(agent)).expect("the agent was compared").1
 }
 
-fn sent(state: &State, agent: usize, tokens: u64) -> Lease {
-    Lease::acquire(&state.snapshot().agents[agent].in_flight[0], tokens)
+fn sent(state: &State, agent: usize, tokens: u64) -> LoadLease {
+    LoadLease::acquire(&state.snapshot().agents[agent].in_flight[0], tokens)
 }
 
 #[test]
@@ -209,7 +216,7 @@ fn sixty_four_sessions_with_one_system_prompt_spread() {
     for digest in 0..64 {
         let ask = PlacementRequest { prompt: prompt(18_000, &overlap), ..request(digest) };
         let placement = place(&ask, &state.snapshot(), now).unwrap();
-        let (agent, tokens) = (placement.worker.agent, placement.uncached_tokens.unwrap());
+        let (agent, tokens) = (placement.worker.agent.slot(), placement.uncached_tokens.unwrap());
         leases.push(sent(&state, agent, tokens));
         computed[agent] += tokens;
     }
@@ -231,7 +238,11 @@ fn a_herd_spreads_after_its_prompts_are_computed_too() {
             report_load(&mut state, agent, |rank| rank.pool_evictable_tokens = figure(0), at);
         }
         let (agent, _) = placed(&state, &ask, at);
-        state.apply(agent, Update::SessionChanged(session(digest, 60_000, Duration::ZERO)), at);
+        state.apply(
+            AgentKey::first(agent),
+            Update::SessionChanged(session(digest, 60_000, Duration::ZERO)),
+            at,
+        );
         counts[agent] += 1;
     }
     assert!(counts.iter().all(|&count| count >= 4), "{counts:?}");
@@ -298,18 +309,18 @@ fn a_session_whose_prompt_is_unknown_stays_while_its_worker_can_take_it() {
     let mut ask = PlacementRequest { sticky: stays(0), ..request(1) };
     assert_eq!(placed(&state, &ask, now), (0, Reason::Sticky));
     let stale = now + 4 * SECOND;
-    state.apply(1, Update::Report(report(&[(0, 0)])), stale);
+    state.apply(AgentKey::first(1), Update::Report(report(&[(0, 0)])), stale);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
     let mut sick = report(&[(0, 0)]);
     sick.unhealthy = Some("engine gone".to_owned());
-    state.apply(0, Update::Report(sick.clone()), stale);
+    state.apply(AgentKey::first(0), Update::Report(sick.clone()), stale);
     assert_eq!(placed(&state, &ask, stale), (1, Reason::Rebound));
     ask.sticky = stays(0).map(|one| Sticky { fixed: true, ..one });
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky));
-    state.apply(1, Update::Report(sick), stale);
+    state.apply(AgentKey::first(1), Update::Report(sick), stale);
     ask.sticky = stays(0);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "no other worker is usable");
-    state.apply(0, Update::AgentLost("gone".to_owned()), stale);
+    state.apply(AgentKey::first(0), Update::AgentLost("gone".to_owned()), stale);
     assert_eq!(placed(&state, &ask, stale), (0, Reason::Sticky), "lost only just now");
     let later = stale + RECONNECT_TIME_MAX;
     assert_eq!(place(&ask, &state.snapshot(), later), Err(NoWorker::Unusable));
@@ -358,7 +369,7 @@ fn the_best_few_are_shown_and_the_sessions_own() {
     let overlap = resident(&[]);
     let ask = PlacementRequest { prompt: prompt(640, &overlap), sticky: stays(0), ..request(1) };
     let shown = place(&ask, &state.snapshot(), now).unwrap().figures;
-    let agents: Vec<usize> = shown.iter().map(|one| one.worker.agent).collect();
+    let agents: Vec<usize> = shown.iter().map(|one| one.0.agent.slot()).collect();
     assert_eq!(agents, [39, 38, 37, 36, 35, 34, 33, 32, 0]);
 }
 
@@ -368,11 +379,11 @@ fn stale_workers_take_new_sessions_only_when_all_are_stale() {
     let mut state = fleet(&[(0, 0), (9, 9_000)], now);
     let later = now + 4 * SECOND;
     assert_eq!(placed(&state, &request(1), later), (0, Reason::StaleView));
-    state.apply(1, Update::Report(report(&[(9, 9_000)])), later);
+    state.apply(AgentKey::first(1), Update::Report(report(&[(9, 9_000)])), later);
     assert_eq!(placed(&state, &request(1), later), (1, Reason::LeastLoaded));
     let mut draining = report(&[(0, 0)]);
     draining.draining = true;
-    state.apply(0, Update::Report(draining), later);
+    state.apply(AgentKey::first(0), Update::Report(draining), later);
     assert_eq!(placed(&state, &request(1), later).0, 1);
     let excluded = PlacementRequest { exclude: Some(at(1)), ..request(1) };
     assert_eq!(place(&excluded, &state.snapshot(), later), Err(NoWorker::Unusable));
@@ -399,7 +410,11 @@ fn an_engine_that_does_half_of_a_turn_gets_none() {
     let halve = |state: &mut State, agent: usize, mode: &str| {
         let mut description = description(&format!("a{agent}"), 2, 1);
         description.engine.disaggregation = mode.to_owned();
-        state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, now);
+        state.apply(
+            AgentKey::first(agent),
+            Update::StreamBegan { description, sessions: vec![] },
+            now,
+        );
         report_load(state, agent, |_| {}, now);
     };
     halve(&mut state, 0, "prefill");
@@ -433,7 +448,11 @@ fn a_newcomer_goes_where_less_is_kept() {
     let ask = PlacementRequest { prompt: prompt(20_000, &overlap), ..request(3) };
     let (first, _) = placed(&state, &ask, now);
     for id in 0..4 {
-        state.apply(first, Update::SessionChanged(session(id, 100_000, Duration::ZERO)), now);
+        state.apply(
+            AgentKey::first(first),
+            Update::SessionChanged(session(id, 100_000, Duration::ZERO)),
+            now,
+        );
     }
     report_load(
         &mut state,
@@ -460,7 +479,11 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     };
     report_load(&mut state, 0, full, now);
     for id in 0..5 {
-        state.apply(1, Update::SessionChanged(session(id, 190_000, 60 * SECOND)), now);
+        state.apply(
+            AgentKey::first(1),
+            Update::SessionChanged(session(id, 190_000, 60 * SECOND)),
+            now,
+        );
     }
     let later = now + SECOND;
     report_load(&mut state, 1, full, later);
@@ -475,7 +498,11 @@ fn kv_of_sessions_that_will_return_is_not_evicted_for_nothing() {
     assert_eq!(placed(&state, &once, later).0, 0);
     // KV of sessions idle for hours exceeds the pool, so it was evicted long ago.
     for id in 5..10 {
-        state.apply(1, Update::SessionChanged(session(id, 190_000, 7_200 * SECOND)), later);
+        state.apply(
+            AgentKey::first(1),
+            Update::SessionChanged(session(id, 190_000, 7_200 * SECOND)),
+            later,
+        );
     }
     let later = later + SECOND;
     report_load(&mut state, 1, full, later);
@@ -490,7 +517,7 @@ fn a_long_prompt_goes_where_fewer_turns_will_come_and_wait() {
     // Agent 0 has four sessions that return within seconds, agent 1 four that are idle for long.
     for id in 0..8 {
         let (agent, idle) = if id < 4 { (0, 2 * SECOND) } else { (1, 900 * SECOND) };
-        state.apply(agent, Update::SessionChanged(session(id, 0, idle)), now);
+        state.apply(AgentKey::first(agent), Update::SessionChanged(session(id, 0, idle)), now);
     }
     let later = now + SECOND;
     report_load(&mut state, 0, |_| {}, later);
@@ -517,7 +544,7 @@ fn what_is_unknown_counts_as_taken_and_is_seen_to_be_unknown() {
     let mut unknown = report(&[(0, 0)]);
     unknown.ranks[0].pool_used_tokens = None;
     unknown.ranks[0].pinned_tokens = None;
-    state.apply(1, Update::Report(unknown), now);
+    state.apply(AgentKey::first(1), Update::Report(unknown), now);
     assert_eq!(placed(&state, &request(1), now), (0, Reason::LeastLoaded));
     let overlap = resident(&[]);
     let ask = PlacementRequest { prompt: prompt(1_000, &overlap), ..request(1) };
@@ -533,7 +560,7 @@ fn requests_that_wait_in_the_engine_are_a_wait_where_nobody_tells_their_tokens()
     let mut state = fleet(&[(0, 0), (0, 0)], now);
     let mut waiting = report(&[(0, 0)]);
     waiting.ranks[0].requests_waiting = figure(3);
-    state.apply(0, Update::Report(waiting), now);
+    state.apply(AgentKey::first(0), Update::Report(waiting), now);
     assert_eq!(placed(&state, &request(1), now).0, 1);
     assert_eq!(figures(&state, &request(1), now, 0).wait_ms, 1_200);
 }
@@ -649,7 +676,11 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     let now = start();
     let mut state = engines(2, now);
     let overlap = resident(&[499_200, 19_200]);
-    state.apply(0, Update::SessionChanged(session(1, 500_000, Duration::ZERO)), now);
+    state.apply(
+        AgentKey::first(0),
+        Update::SessionChanged(session(1, 500_000, Duration::ZERO)),
+        now,
+    );
     let later = now + SECOND;
     report_load(&mut state, 0, |rank| rank.pool_evictable_tokens = figure(500_000), later);
     let reported = Sticky { reported_tokens: 500_000, ..Sticky::new(at(0)) };
@@ -661,7 +692,11 @@ fn a_session_is_not_crowded_out_by_its_own_kv() {
     assert_eq!(figures(&state, &ask, later, 0).crowding_ms, 0, "the pool has only its own KV");
     let other = PlacementRequest { sticky: None, ..ask };
     assert!(figures(&state, &other, later, 0).crowding_ms > 5_000, "it is full for others");
-    state.apply(0, Update::SessionChanged(session(2, 200_000, Duration::ZERO)), later);
+    state.apply(
+        AgentKey::first(0),
+        Update::SessionChanged(session(2, 200_000, Duration::ZERO)),
+        later,
+    );
     let later = later + SECOND;
     report_load(&mut state, 0, |_| {}, later);
     let crowding_ms = figures(&state, &ask, later, 0).crowding_ms;
@@ -692,7 +727,11 @@ fn what_lies_beyond_patience_counts_fourfold() {
     assert_eq!(of(&state, 0), (7_000, Some(5_000), 6_000));
     // Sparing other sessions' KV is worth some waiting, but no wait beyond the patience.
     for id in 0..10 {
-        state.apply(1, Update::SessionChanged(session(id, 100_000, 60 * SECOND)), now);
+        state.apply(
+            AgentKey::first(1),
+            Update::SessionChanged(session(id, 100_000, 60 * SECOND)),
+            now,
+        );
     }
     let later = now + SECOND;
     report_load(&mut state, 0, |rank| rank.prefill_backlog_tokens = figure(40_000), later);
@@ -770,8 +809,12 @@ fn a_turn_goes_where_its_model_is_served() {
     other.engine.models = vec!["other".to_owned()];
     other.engine.adapters = Some(vec!["sql".to_owned()]);
     other.retentions = vec![Retention::None];
-    state.apply(1, Update::StreamBegan { description: other, sessions: vec![] }, now);
-    state.apply(1, Update::Report(report(&[(0, 9_000)])), now);
+    state.apply(
+        AgentKey::first(1),
+        Update::StreamBegan { description: other, sessions: vec![] },
+        now,
+    );
+    state.apply(AgentKey::first(1), Update::Report(report(&[(0, 9_000)])), now);
     for model in ["other", "other:sql"] {
         ask.model = Some(model);
         assert_eq!(placed(&state, &ask, now).0, 1, "{model}");

@@ -27,6 +27,7 @@ use crate::shares::PoolSizes;
 use crate::{
     fleet::{
         control::ControlClients, snapshot::Snapshot, tokenizer_files::TokenizerFiles, view::View,
+        worker::AgentKey,
     },
     metrics::Metrics,
     shares::{Share, SharedPool, Sharer, Shares},
@@ -57,7 +58,7 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(60);
 type FilesHash = [u8; 32];
 type LoadedModels = HashMap<FilesHash, Arc<Model>>;
 /// With the indexes of the connected agents that have the files.
-type ReportedFiles = BTreeMap<FilesHash, (ModelFiles, Vec<usize>)>;
+type ReportedFiles = BTreeMap<FilesHash, (ModelFiles, Vec<AgentKey>)>;
 
 #[derive(Debug)]
 pub(crate) struct Models {
@@ -291,10 +292,10 @@ async fn fetch_forever(models: &Models, view: &View, control_clients: &ControlCl
         failures.retain(|hash, _| reported_files.contains_key(hash));
         let is_due =
             |hash: &FilesHash| failures.get(hash).is_none_or(|failure| failure.retry_at <= now());
-        let to_fetch = reported_files.iter().find(|(hash, (_, agent_indexes))| {
-            !agent_indexes.is_empty() && !models.has_loaded(hash) && is_due(hash)
+        let to_fetch = reported_files.iter().find(|(hash, (_, agent_keys))| {
+            !agent_keys.is_empty() && !models.has_loaded(hash) && is_due(hash)
         });
-        let Some((hash, (files, agent_indexes))) = to_fetch else {
+        let Some((hash, (files, agent_keys))) = to_fetch else {
             let recheck_at = now() + Duration::from_secs(3600);
             let retry_at =
                 failures.values().map(|failure| failure.retry_at).fold(recheck_at, Instant::min);
@@ -302,16 +303,16 @@ async fn fetch_forever(models: &Models, view: &View, control_clients: &ControlCl
             continue;
         };
         let failed_tries = failures.get(hash).map_or(0, |failure| failure.failed_tries);
-        let agent_index = agent_indexes[failed_tries % agent_indexes.len()];
-        match fetch(control_clients, agent_index, *files).await {
+        let agent = agent_keys[failed_tries % agent_keys.len()];
+        match fetch(control_clients, agent, *files).await {
             Ok(model) => {
-                info!(bytes = files.bytes, agent = agent_index, "tokenizer loaded");
+                info!(bytes = files.bytes, agent = agent.slot(), "tokenizer loaded");
                 failures.remove(hash);
                 models.insert(*hash, model);
             }
             Err(error) => {
                 warn!(
-                    agent = agent_index,
+                    agent = agent.slot(),
                     error = describe_error(&error),
                     "loading the tokenizer failed"
                 );
@@ -334,14 +335,14 @@ async fn fetch_forever(models: &Models, view: &View, control_clients: &ControlCl
 /// same.
 fn reported_files(view: &Snapshot) -> ReportedFiles {
     let mut reported_files = ReportedFiles::new();
-    for (agent_index, agent) in view.agents.iter().enumerate() {
+    for agent in &view.agents {
         let facts = agent.facts.as_ref();
         if let Some(files) = facts.and_then(|facts| facts.description.model_files) {
-            let (_, agent_indexes) =
+            let (_, agent_keys) =
                 reported_files.entry(files.hash).or_insert_with(|| (files, vec![]));
             // A disconnected agent keeps its model loaded, but files can't be fetched from it.
             if agent.is_up() {
-                agent_indexes.push(agent_index);
+                agent_keys.push(agent.key);
             }
         }
     }
@@ -365,10 +366,10 @@ enum Error {
 
 async fn fetch(
     control_clients: &ControlClients,
-    agent_index: usize,
+    agent: AgentKey,
     files: ModelFiles,
 ) -> Result<Model, Error> {
-    let control = control_clients.get(agent_index).map_err(Error::Fetch)?;
+    let control = control_clients.get(agent).map_err(Error::Fetch)?;
     let fetched = tokio::time::timeout(FETCH_MAX, control.model_files(files)).await;
     let files: TokenizerFiles = fetched.map_err(|_| Error::FetchTimedOut)?.map_err(Error::Fetch)?;
     let task = tokio::task::spawn_blocking(move || Model::new(&files));

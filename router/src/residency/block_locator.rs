@@ -17,7 +17,7 @@ use crate::{
     fleet::{
         agent::{Agent, Facts},
         snapshot::Snapshot,
-        worker::WorkerRef,
+        worker::{AgentKey, WorkerRef},
     },
     prompt::{Blocks, Prompt, PromptForm, models::Models},
     shares::Sharer,
@@ -31,9 +31,17 @@ const LEARNED_BYTES_DIVISOR: usize = 4;
 pub(crate) struct TurnBlocks {
     blocks: Blocks,
     overlap: Overlap,
+    /// By slot, when the blocks were counted. An agent that joined later has none of the counts.
+    agents: Arc<[AgentKey]>,
 }
 
 impl TurnBlocks {
+    fn device_blocks(&self, worker: WorkerRef) -> u32 {
+        let is_counted = self.agents.get(worker.agent.slot()) == Some(&worker.agent);
+        let number = worker.number().filter(|_| is_counted);
+        number.map_or(0, |number| self.overlap.device_blocks(number))
+    }
+
     pub(crate) fn chain(&self) -> &[BlockHash] {
         &self.blocks.hashes
     }
@@ -61,6 +69,31 @@ struct SentPrompts {
     /// By worker number: the id of the engine process that got the prompts. After a restart, the
     /// engine has another id and none of the prompts.
     engine_ids: HashMap<usize, String>,
+    /// By slot: the last agent there that has left the fleet. A turn of it may still be accepted.
+    ended: HashMap<usize, AgentKey>,
+}
+
+impl SentPrompts {
+    fn record(&mut self, worker: WorkerRef, engine_id: &str, pool_tokens: u64, blocks: &Blocks) {
+        let has_ended = |ended: &AgentKey| worker.agent <= *ended;
+        let Some(number) = worker.number() else { return };
+        if self.ended.get(&worker.agent.slot()).is_some_and(has_ended) {
+            return;
+        }
+        if self.engine_ids.get(&number).is_none_or(|known| known != engine_id) {
+            self.learned.clear(number);
+            self.engine_ids.insert(number, engine_id.to_owned());
+        }
+        self.learned.record(number, pool_tokens, blocks);
+    }
+
+    fn end_agent(&mut self, agent: AgentKey) {
+        for number in agent.worker_numbers() {
+            self.learned.clear(number);
+            self.engine_ids.remove(&number);
+        }
+        self.ended.insert(agent.slot(), agent);
+    }
 }
 
 impl BlockLocator {
@@ -69,21 +102,23 @@ impl BlockLocator {
         let sent_prompts = SentPrompts {
             learned: LearnedPrompts::new(bytes_max / LEARNED_BYTES_DIVISOR),
             engine_ids: HashMap::new(),
+            ended: HashMap::new(),
         };
         Self { kv_index, models, sent_prompts: Mutex::new(sent_prompts) }
     }
 
     /// Takes no lock.
     pub(crate) fn reports_blocks(&self, worker: WorkerRef) -> bool {
-        worker.number().is_some_and(|number| self.kv_index.is_live(number))
+        self.kv_index.is_live_at(worker)
     }
 
     /// A count of 0 can be trusted only if the worker's agent reports its blocks. Otherwise the
     /// worker may have blocks that this router doesn't know of. Takes no lock.
     pub(crate) fn can_trust_count(&self, turn_blocks: &TurnBlocks, worker: WorkerRef) -> bool {
-        let Some(number) = worker.number() else { return false };
-        self.reports_same_blocks(turn_blocks, worker)
-            || turn_blocks.overlap.device_blocks(number) > 0
+        let has_number = worker.number().is_some();
+        has_number
+            && (self.reports_same_blocks(turn_blocks, worker)
+                || turn_blocks.device_blocks(worker) > 0)
     }
 
     /// Whether the agent reports all resident blocks, with the hashes and the size of the turn's
@@ -99,9 +134,11 @@ impl BlockLocator {
         turn_blocks: &TurnBlocks,
         worker: WorkerRef,
     ) -> Option<u64> {
-        let number = worker.number().filter(|_| self.reports_same_blocks(turn_blocks, worker))?;
+        if worker.number().is_none() || !self.reports_same_blocks(turn_blocks, worker) {
+            return None;
+        }
         let Blocks { tokens, block_tokens, .. } = turn_blocks.blocks;
-        let blocks = u64::from(turn_blocks.overlap.device_blocks(number));
+        let blocks = u64::from(turn_blocks.device_blocks(worker));
         Some((blocks * u64::from(block_tokens.get())).min(tokens))
     }
 
@@ -131,7 +168,7 @@ impl BlockLocator {
     fn is_first_block_reported(&self, blocks: &Blocks) -> bool {
         let mut overlap = Overlap::default();
         self.kv_index.look_up(&blocks.hashes[..blocks.hashes.len().min(1)], &mut overlap);
-        overlap.is_first_block_on_a_device()
+        overlap.has_blocks()
     }
 
     /// The longest context of the turn's workers, if the prompt certainly has more tokens than
@@ -179,7 +216,7 @@ impl BlockLocator {
         let description = &facts.description;
         let blocks = self.models.blocks(prompt, form, body, description, sharer).await?;
         let overlap = self.count_overlap(&blocks, view);
-        Some(TurnBlocks { blocks, overlap })
+        Some(TurnBlocks { blocks, overlap, agents: Arc::clone(view.agent_keys()) })
     }
 
     fn count_overlap(&self, blocks: &Blocks, view: &Snapshot) -> Overlap {
@@ -200,8 +237,7 @@ impl BlockLocator {
 
     /// Call this when the worker has accepted the turn.
     pub(crate) fn record_sent(&self, turn_blocks: &TurnBlocks, worker: WorkerRef, view: &Snapshot) {
-        let Some(number) = worker.number() else { return };
-        if turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live(number) {
+        if turn_blocks.blocks.has_agent_hashes && self.kv_index.is_live_at(worker) {
             // The worker's agent will report the blocks.
             return;
         }
@@ -210,13 +246,13 @@ impl BlockLocator {
         let rank = description.ranks.get(worker.dp_rank as usize);
         let pool_tokens = rank.map_or(0, |rank| rank.pool_tokens);
         let engine_id = &description.engine.instance;
-        let mut sent_prompts = self.sent_prompts.lock();
-        let SentPrompts { learned, engine_ids } = &mut *sent_prompts;
-        if engine_ids.get(&number) != Some(engine_id) {
-            learned.clear(number);
-            engine_ids.insert(number, engine_id.clone());
-        }
-        learned.record(number, pool_tokens, &turn_blocks.blocks);
+        self.sent_prompts.lock().record(worker, engine_id, pool_tokens, &turn_blocks.blocks);
+    }
+
+    /// The workers' numbers go to the next agent of the slot. See [`KvIndex::end_agent`].
+    pub(crate) fn end_agent(&self, agent: AgentKey) {
+        self.kv_index.end_agent(agent);
+        self.sent_prompts.lock().end_agent(agent);
     }
 }
 
@@ -228,4 +264,61 @@ fn serving_workers<'a>(
     let serves = move |engine: &EngineFacts| model.is_none_or(|model| engine.serves(model));
     let workers = view.workers().filter(move |(.., facts)| serves(&facts.description.engine));
     workers.map(|(_, agent, facts)| (agent, facts))
+}
+
+#[cfg(test)]
+mod tests {
+    use blocks::block::{BlockTokens, Chain, Scheme};
+
+    use super::*;
+
+    /// Returns the blocks of a prompt of three blocks.
+    fn prompt() -> Blocks {
+        let scheme = Scheme::plain(BlockTokens::for_page(1).unwrap());
+        let (mut chain, mut hashes) = (Chain::new(&scheme), vec![]);
+        chain.push(&[7; 3 * 64], &mut hashes);
+        let block_tokens = scheme.block_tokens;
+        Blocks { tokens: chain.tokens(), block_tokens, hashes, has_agent_hashes: false }
+    }
+
+    fn look_up(sent_prompts: &SentPrompts) -> Overlap {
+        let mut overlap = Overlap::default();
+        sent_prompts.learned.look_up(&prompt().hashes, &mut overlap);
+        overlap
+    }
+
+    #[test]
+    fn the_next_agent_of_a_slot_has_got_none_of_the_prompts() {
+        let mut sent_prompts = SentPrompts {
+            learned: LearnedPrompts::new(1 << 20),
+            engine_ids: HashMap::new(),
+            ended: HashMap::new(),
+        };
+        let old = WorkerRef { agent: AgentKey::first(2), dp_rank: 1 };
+        let new = WorkerRef { agent: old.agent.next(), dp_rank: 1 };
+        let number = old.number().unwrap();
+        assert_eq!(new.number(), Some(number));
+        let record_at = |sent_prompts: &mut SentPrompts, worker| {
+            sent_prompts.record(worker, "engine", 10_000, &prompt());
+            look_up(sent_prompts).device_blocks(number)
+        };
+        assert_eq!(record_at(&mut sent_prompts, old), 3);
+        sent_prompts.end_agent(old.agent);
+        assert_eq!(look_up(&sent_prompts).device_blocks(number), 0);
+        // A turn that the old agent accepts after it has left.
+        assert_eq!(record_at(&mut sent_prompts, old), 0);
+        assert_eq!(record_at(&mut sent_prompts, new), 3);
+    }
+
+    #[test]
+    fn counts_are_those_of_the_agents_that_were_there_when_they_were_made() {
+        let agent = AgentKey::first(0);
+        let mut learned = LearnedPrompts::new(1 << 20);
+        learned.record(0, 10_000, &prompt());
+        let mut overlap = Overlap::default();
+        learned.look_up(&prompt().hashes, &mut overlap);
+        let turn_blocks = TurnBlocks { blocks: prompt(), overlap, agents: [agent].into() };
+        let count = |agent| turn_blocks.device_blocks(WorkerRef { agent, dp_rank: 0 });
+        assert_eq!([agent, agent.next(), AgentKey::first(1)].map(count), [3, 0, 0]);
+    }
 }

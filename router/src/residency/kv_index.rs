@@ -28,7 +28,7 @@ use crate::{
     config::AGENTS_MAX,
     fleet::{
         dial::{AgentDialer, describe_status},
-        worker::{WORKER_NUMBERS_MAX, WorkerRef},
+        worker::{AgentKey, WORKER_NUMBERS_MAX, WorkerRef},
     },
 };
 use blocks::index::{Index, IndexStats, Overlap, SharedIndex};
@@ -44,7 +44,7 @@ const MESSAGE_BYTES_MAX: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct KvIndex {
     index: SharedIndex,
-    /// By agent. The agent's [`KvWatcher`] replaces the state, and readers take no lock.
+    /// By slot. The agent's [`KvWatcher`] replaces the state, and readers take no lock.
     stream_states: Vec<ArcSwap<StreamState>>,
     /// By worker number: whether all of the worker's blocks are known. Atomic, because each
     /// placement reads it for every worker.
@@ -53,6 +53,8 @@ pub(crate) struct KvIndex {
 
 #[derive(Debug, Default)]
 struct StreamState {
+    /// `None` before the first event or loss of the slot's agent.
+    agent: Option<AgentKey>,
     /// Empty while there is no stream.
     phases: HashMap<u32, KvPhase>,
     /// Why there is no stream. `None` before the first stream and after an event.
@@ -75,13 +77,22 @@ impl KvIndex {
         }
     }
 
+    /// Of the slot's newest agent; see [`Self::is_live_at`].
     pub(crate) fn is_live(&self, worker_number: usize) -> bool {
         self.live_flags.get(worker_number).is_some_and(|is_live| is_live.load(Ordering::Relaxed))
     }
 
+    /// False for a worker of an agent that has left the fleet.
+    pub(crate) fn is_live_at(&self, worker: WorkerRef) -> bool {
+        let is_live = worker.number().is_some_and(|number| self.is_live(number));
+        is_live && self.stream_states[worker.agent.slot()].load().agent == Some(worker.agent)
+    }
+
     pub(crate) fn is_live_with(&self, worker: WorkerRef, block_tokens: u32) -> bool {
-        let stream_state = self.stream_states[worker.agent].load();
-        stream_state.phases.get(&worker.dp_rank) == Some(&KvPhase::Live { block_tokens })
+        let stream_state = self.stream_states[worker.agent.slot()].load();
+        let is_of_agent = stream_state.agent == Some(worker.agent);
+        is_of_agent
+            && stream_state.phases.get(&worker.dp_rank) == Some(&KvPhase::Live { block_tokens })
     }
 
     pub(crate) fn look_up(&self, chain: &[BlockHash], overlap: &mut Overlap) {
@@ -89,21 +100,23 @@ impl KvIndex {
     }
 
     pub(crate) fn worker_kv(&self, worker: WorkerRef) -> WorkerKv {
-        let stream_state = self.stream_states[worker.agent].load();
-        let loss_reason = stream_state.loss_reason.as_deref();
+        let stream_state = self.stream_states[worker.agent.slot()].load();
+        let of_agent = Some(&*stream_state).filter(|state| state.agent == Some(worker.agent));
+        let loss_reason = of_agent.and_then(|state| state.loss_reason.as_deref());
         let reason = loss_reason.unwrap_or("the agent has sent no block event yet");
-        let phase = stream_state.phases.get(&worker.dp_rank).cloned();
+        let phase = of_agent.and_then(|state| state.phases.get(&worker.dp_rank)).cloned();
         let phase = phase.unwrap_or_else(|| KvPhase::Unknown { reason: reason.to_owned() });
         let count_blocks =
             |worker_number| self.index.read(|index| index.resident_blocks(worker_number));
-        WorkerKv { phase, resident_blocks: worker.number().map_or(0, count_blocks) }
+        let number = worker.number().filter(|_| of_agent.is_some());
+        WorkerKv { phase, resident_blocks: number.map_or(0, count_blocks) }
     }
 
     pub(crate) fn stats(&self) -> IndexStats {
         self.index.read(Index::stats)
     }
 
-    fn apply(&self, agent: usize, RankChange { dp_rank, change }: RankChange) {
+    fn apply(&self, agent: AgentKey, RankChange { dp_rank, change }: RankChange) {
         // A rank beyond the index's range has no number, so its turns are placed without overlap.
         let Some(worker_number) = (WorkerRef { agent, dp_rank }).number() else { return };
         match change {
@@ -138,9 +151,10 @@ impl KvIndex {
     }
 
     /// For an agent whose stream is lost: it reports no changes of its blocks any more.
-    fn discard_agent(&self, agent: usize, why: String) {
-        let lost_state = StreamState { phases: HashMap::new(), loss_reason: Some(why) };
-        let old_state = self.stream_states[agent].swap(Arc::new(lost_state));
+    fn discard_agent(&self, agent: AgentKey, why: String) {
+        let (phases, loss_reason) = (HashMap::new(), Some(why));
+        let lost_state = StreamState { agent: Some(agent), phases, loss_reason };
+        let old_state = self.stream_states[agent.slot()].swap(Arc::new(lost_state));
         for &dp_rank in old_state.phases.keys() {
             if let Some(worker_number) = (WorkerRef { agent, dp_rank }).number() {
                 self.clear(worker_number);
@@ -148,9 +162,11 @@ impl KvIndex {
         }
     }
 
-    pub(crate) fn forget_agent(&self, agent: usize) {
-        self.discard_agent(agent, String::new());
-        self.stream_states[agent].store(Arc::default());
+    /// The workers' numbers go to the next agent of the slot, so no block may be left of this one.
+    /// Call this when the agent's [`KvWatcher`] has ended, and the next one's has not begun.
+    pub(crate) fn end_agent(&self, agent: AgentKey) {
+        self.stream_states[agent.slot()].store(Arc::default());
+        agent.worker_numbers().for_each(|worker_number| self.clear(worker_number));
     }
 
     fn clear(&self, worker_number: usize) {
@@ -176,7 +192,7 @@ impl ResetPace {
 
 #[derive(Debug)]
 pub(crate) struct KvWatcher {
-    pub(crate) agent: usize,
+    pub(crate) agent: AgentKey,
     pub(crate) dialer: AgentDialer,
     /// Longest time to connect and to begin a stream.
     pub(crate) connect_max: Duration,
@@ -197,10 +213,10 @@ impl KvWatcher {
         loop {
             let mut checker = KvStreamChecker::default();
             let why = self.follow_once(&mut checker).await;
-            debug!(agent = self.agent, why, "stream of resident blocks ended");
+            debug!(agent = self.agent.slot(), why, "stream of resident blocks ended");
             if !checker.phases().values().any(|phase| matches!(phase, KvPhase::Live { .. })) {
                 if why != logged_reason {
-                    info!(agent = self.agent, why, "resident blocks are unknown");
+                    info!(agent = self.agent.slot(), why, "resident blocks are unknown");
                     logged_reason.clone_from(&why);
                 }
                 self.kv_index.discard_agent(self.agent, why);
@@ -242,11 +258,11 @@ impl KvWatcher {
                 resets.wait_before(&change).await;
                 self.kv_index.apply(self.agent, change);
             }
-            let stream_state = &self.kv_index.stream_states[self.agent];
+            let stream_state = &self.kv_index.stream_states[self.agent.slot()];
             let old_state = stream_state.load();
             if old_state.loss_reason.is_some() || old_state.phases != *checker.phases() {
-                let phases = checker.phases().clone();
-                stream_state.store(Arc::new(StreamState { phases, loss_reason: None }));
+                let (agent, phases) = (Some(self.agent), checker.phases().clone());
+                stream_state.store(Arc::new(StreamState { agent, phases, loss_reason: None }));
             }
         }
     }
@@ -263,14 +279,16 @@ mod tests {
         (from..to).map(|place| BlockHash((1 << 40) | (place % 8) | (place / 8 * 8) << 3)).collect()
     }
 
-    fn rank_0_change(agent: usize, change: Change) -> (usize, RankChange) {
-        (agent, RankChange { dp_rank: 0, change })
+    fn rank_0_change(agent: usize, change: Change) -> (AgentKey, RankChange) {
+        (AgentKey::first(agent), RankChange { dp_rank: 0, change })
     }
 
     fn overlap(kv_index: &KvIndex, chain: &[BlockHash], agent: usize) -> u32 {
         let mut overlap = Overlap::default();
         kv_index.look_up(chain, &mut overlap);
-        overlap.device_blocks(WorkerRef { agent, dp_rank: 0 }.number().unwrap())
+        overlap.device_blocks(
+            WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }.number().unwrap(),
+        )
     }
 
     #[test]
@@ -284,14 +302,15 @@ mod tests {
             kv_index.apply(agent, change);
         }
         assert_eq!(overlap(&kv_index, &chain, 1), 0);
-        kv_index.apply(1, RankChange { dp_rank: 0, change: Change::Complete });
+        kv_index.apply(AgentKey::first(1), RankChange { dp_rank: 0, change: Change::Complete });
         assert_eq!((overlap(&kv_index, &chain, 1), overlap(&kv_index, &chain, 0)), (5, 0));
         let phases = HashMap::from([(0, KvPhase::Live { block_tokens: 64 })]);
-        kv_index.stream_states[1].store(Arc::new(StreamState { phases, loss_reason: None }));
-        let worker = WorkerRef { agent: 1, dp_rank: 0 };
+        let worker = WorkerRef { agent: AgentKey::first(1), dp_rank: 0 };
+        let state = StreamState { agent: Some(worker.agent), phases, loss_reason: None };
+        kv_index.stream_states[1].store(Arc::new(state));
         let known = WorkerKv { phase: KvPhase::Live { block_tokens: 64 }, resident_blocks: 5 };
         assert_eq!(kv_index.worker_kv(worker), known);
-        kv_index.discard_agent(1, "it is gone".to_owned());
+        kv_index.discard_agent(worker.agent, "it is gone".to_owned());
         assert_eq!(overlap(&kv_index, &chain, 1), 0);
         let phase = KvPhase::Unknown { reason: "it is gone".to_owned() };
         assert_eq!(kv_index.worker_kv(worker), WorkerKv { phase, resident_blocks: 0 });
@@ -322,11 +341,50 @@ mod tests {
         let tokens: Vec<u32> = (0..64 * 3 * 512 + 64).collect();
         chain.push(&tokens, &mut hashes);
         let stored = Change::Stored { tier: Tier::Device, parent: None, blocks: hashes.clone() };
-        kv_index.apply(0, RankChange { dp_rank: 0, change: stored });
+        kv_index.apply(AgentKey::first(0), RankChange { dp_rank: 0, change: stored });
         assert_eq!(overlap(&kv_index, &hashes, 0), 3 * 512 + 1);
         let last = hashes[1..].to_vec();
         let removed = Change::Removed { tier: Tier::Device, blocks: last };
-        kv_index.apply(0, RankChange { dp_rank: 0, change: removed });
+        kv_index.apply(AgentKey::first(0), RankChange { dp_rank: 0, change: removed });
         assert_eq!(overlap(&kv_index, &hashes, 0), 1);
+    }
+
+    #[test]
+    fn the_next_agent_of_a_slot_has_none_of_the_blocks_and_the_old_one_is_not_live() {
+        let (kv_index, chain) = (KvIndex::new(1 << 20), blocks(0, 8));
+        let (old, new) = (AgentKey::first(1), AgentKey::first(1).next());
+        let at = |agent, dp_rank| WorkerRef { agent, dp_rank };
+        let begin = |agent: AgentKey, ranks: u32, chain: &[BlockHash]| {
+            for dp_rank in 0..ranks {
+                let reset = Change::Reset { block_tokens: BlockTokens::for_page(1).unwrap() };
+                let blocks = chain.to_vec();
+                let stored = Change::Stored { tier: Tier::Device, parent: None, blocks };
+                for change in [reset, stored, Change::Complete] {
+                    kv_index.apply(agent, RankChange { dp_rank, change });
+                }
+            }
+            let live = |rank| (rank, KvPhase::Live { block_tokens: 64 });
+            let phases = (0..ranks).map(live).collect();
+            let state = StreamState { agent: Some(agent), phases, loss_reason: None };
+            kv_index.stream_states[agent.slot()].store(Arc::new(state));
+        };
+        let is_live =
+            |agent| (kv_index.is_live_at(at(agent, 0)), kv_index.is_live_with(at(agent, 0), 64));
+        begin(old, 2, &chain);
+        // The task ended between the changes of one event and the record of their rank.
+        let unrecorded = Change::Stored { tier: Tier::Device, parent: None, blocks: chain.clone() };
+        kv_index.apply(old, RankChange { dp_rank: 2, change: unrecorded });
+        kv_index.apply(old, RankChange { dp_rank: 2, change: Change::Complete });
+        assert_eq!([old, new].map(is_live), [(true, true), (false, false)]);
+        kv_index.end_agent(old);
+        assert_eq!((overlap(&kv_index, &chain, 1), kv_index.stats().blocks), (0, 0));
+        assert_eq!([old, new].map(is_live), [(false, false); 2]);
+        assert!(!new.worker_numbers().any(|number| kv_index.is_live(number)));
+        begin(new, 1, &chain[..3]);
+        assert_eq!([old, new].map(is_live), [(false, false), (true, true)]);
+        let blocks = [old, new].map(|agent| kv_index.worker_kv(at(agent, 0)).resident_blocks);
+        assert_eq!(blocks, [0, 3]);
+        let phase = kv_index.worker_kv(at(old, 0)).phase;
+        assert!(matches!(phase, KvPhase::Unknown { .. }), "{phase:?}");
     }
 }

@@ -1,12 +1,13 @@
 //! Aborts turns for the clients that sent them.
 //!
 //! A turn may wait here for staged prefill, or be at any agent, also through another router. So an
-//! abort ends the turns that wait here and asks all agents that can be reached.
+//! abort ends the turns that wait here and asks all agents that can be reached. A turn that this
+//! router has sent may not have arrived yet, so an agent is told its id too.
 
 use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
 
 use bytes::Bytes;
-use contract::abort::{AbortRequest, PATH};
+use contract::abort::{AbortRequest, AgentAbortRequest, PATH, TurnPart};
 use http::{HeaderValue, Method, Request, header, uri::PathAndQuery};
 use http_body_util::Full;
 use service::clock::now;
@@ -24,17 +25,18 @@ const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// After an error the other agents were asked all the same, and the request may be sent again.
 pub(crate) async fn abort(shared: &Shared, request: &AbortRequest) -> Result<(), NoAnswer> {
-    // The turns see for themselves that they are aborted.
-    let _ = shared.unsent_turns.abort(request);
-    let body = serde_json::to_vec(request).expect("strings serialise");
+    // Those that were not sent see for themselves that they are aborted.
+    let named = shared.unanswered_turns.abort(request).into_iter();
+    let whole = named.filter(|turn| turn.part == TurnPart::Whole);
+    let unanswered = whole.map(|turn| turn.facts).collect();
+    let request = AgentAbortRequest { request: request.clone(), unanswered };
+    let body = serde_json::to_vec(&request).expect("strings serialise");
     let body = Bytes::from(body);
     let view = shared.directory.view();
-    let agents = view.agents.iter().enumerate().filter(|(_, agent)| agent.is_up());
+    let agents = view.agents.iter().filter(|agent| agent.is_up());
     let mut calls: Vec<_> = agents
-        .filter_map(|(index, agent)| Some((index, agent, agent.facts.as_ref()?)))
-        .map(|(index, agent, facts)| {
-            Box::pin(ask_agent(&shared.upstream, index, agent, facts, body.clone()))
-        })
+        .filter_map(|agent| Some((agent, agent.facts.as_ref()?)))
+        .map(|(agent, facts)| Box::pin(ask_agent(&shared.upstream, agent, facts, body.clone())))
         .collect();
     let mut result = Ok(());
     poll_fn(|context| {
@@ -55,7 +57,6 @@ pub(crate) async fn abort(shared: &Shared, request: &AbortRequest) -> Result<(),
 
 async fn ask_agent(
     upstream: &Arc<UpstreamClient>,
-    index: usize,
     agent: &Agent,
     facts: &Facts,
     body: Bytes,
@@ -65,7 +66,7 @@ async fn ask_agent(
     *request.uri_mut() = facts.data_uri(PathAndQuery::from_static(PATH));
     let json = HeaderValue::from_static("application/json");
     request.headers_mut().insert(header::CONTENT_TYPE, json);
-    let answer = upstream.send(index, request, now() + ANSWER_TIME_MAX).await;
+    let answer = upstream.send(agent.key, request, now() + ANSWER_TIME_MAX).await;
     let worker = agent.name().to_owned();
     match answer {
         Ok(answer) if answer.status().is_success() => Ok(()),

@@ -152,7 +152,7 @@ impl AccessLog {
 
 impl Drop for LogEnd {
     fn drop(&mut self) {
-        // If there is no room, the wait gives the thread the time to write what is there.
+        // If the queue is full, the thread never hears of the end, but has this time to write.
         let _ = self.messages.try_send(Message::End);
         let _ = self.is_written.recv_timeout(LAST_LINES_TIME_MAX);
     }

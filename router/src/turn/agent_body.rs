@@ -8,6 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 
@@ -96,4 +97,9 @@ impl Body for AgentBody {
             _ => SizeHint::default(),
         }
     }
+}
+
+pub(crate) fn is_event_stream(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    content_type.is_some_and(|value| value.starts_with(b"text/event-stream"))
 }

@@ -79,7 +79,7 @@ struct SentBodies {
 }
 
 #[derive(Debug)]
-pub(crate) struct HeldBody {
+pub(crate) struct ReceivedBody {
     pub(crate) bytes: Bytes,
     _share: Share,
 }
@@ -105,7 +105,7 @@ impl Bodies {
         sharer: &Sharer,
         compression: Option<&Compression>,
         context_tokens: impl Fn() -> Option<u64>,
-    ) -> Result<HeldBody, Error>
+    ) -> Result<ReceivedBody, Error>
     where
         B: Body<Data = Bytes> + Unpin,
         B::Error: std::fmt::Display,
@@ -138,11 +138,11 @@ impl Bodies {
         })
         .await?;
         share.shrink((bytes.len() as u64).next_multiple_of(STEP_BYTES).max(STEP_BYTES));
-        Ok(HeldBody { bytes, _share: share })
+        Ok(ReceivedBody { bytes, _share: share })
     }
 
-    pub(crate) fn keep(&self, held_body: HeldBody) -> Arc<RetryBody> {
-        struct Owner(HeldBody);
+    pub(crate) fn keep(&self, held_body: ReceivedBody) -> Arc<RetryBody> {
+        struct Owner(ReceivedBody);
         impl AsRef<[u8]> for Owner {
             fn as_ref(&self) -> &[u8] {
                 &self.0.bytes
@@ -184,7 +184,7 @@ impl SentBodies {
     }
 }
 
-impl HeldBody {
+impl ReceivedBody {
     /// The result may be longer than the bytes by a few bytes only.
     pub(crate) fn change(&mut self, change: impl FnOnce(Bytes) -> Bytes) {
         self.bytes = change(std::mem::take(&mut self.bytes));
@@ -255,7 +255,7 @@ mod tests {
     }
 
     /// A body in chunks of 64 KiB, as it comes from a connection.
-    async fn read(bodies: &Bodies, name: &str, bytes: &Bytes) -> Result<HeldBody, Error> {
+    async fn read(bodies: &Bodies, name: &str, bytes: &Bytes) -> Result<ReceivedBody, Error> {
         let chunks: Vec<_> = bytes
             .chunks(65_536)
             .map(|chunk| {
@@ -281,7 +281,7 @@ mod tests {
             "{refused}, {} bodies",
             kept.len()
         );
-        assert!(kept.iter().map(HeldBody::held_bytes).sum::<u64>() > 50 * MIB as u64);
+        assert!(kept.iter().map(ReceivedBody::held_bytes).sum::<u64>() > 50 * MIB as u64);
         assert!(read(&bodies, "other", &large).await.is_ok());
     }
 

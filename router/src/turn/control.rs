@@ -19,7 +19,7 @@ use super::{
     shared::Shared,
     upstream::{SendError, UpstreamClient},
 };
-use crate::fleet::{agent::Facts, snapshot::Snapshot};
+use crate::fleet::{agent::Facts, snapshot::Snapshot, worker::AgentKey};
 
 const WORKERS: HeaderName = HeaderName::from_static("x-berth-workers");
 /// The most agents called at the same time: an answer may have megabytes.
@@ -69,8 +69,7 @@ pub(crate) enum CallError {
 pub(crate) type Answers = BTreeMap<String, Result<AgentAnswer, CallError>>;
 
 struct AgentCall {
-    /// Place in the snapshot of the fleet.
-    agent: usize,
+    agent: AgentKey,
     name: String,
     body: Bytes,
 }
@@ -112,7 +111,7 @@ pub(crate) async fn run(shared: &Shared, request: ControlRequest) -> Result<Answ
     let (deadline, places) = (now() + shared.turn_max, Arc::new(Semaphore::new(CALLS_MAX)));
     let mut running = JoinSet::new();
     for AgentCall { agent, name, body } in calls {
-        let Some(facts) = view.agents[agent].facts.clone() else {
+        let Some(facts) = view.agent_with(agent).facts.clone() else {
             let reason = "it was never heard".to_owned();
             running.spawn(async move { (name, Err(CallError::Unreachable(reason))) });
             continue;
@@ -134,7 +133,7 @@ fn choose_calls(
 ) -> Result<Vec<AgentCall>, Error> {
     let header = request.headers.get(WORKERS).and_then(|value| value.to_str().ok());
     let named = header.or(query.workers.as_deref());
-    let mut bodies: BTreeMap<usize, Bytes> = BTreeMap::new();
+    let mut bodies: BTreeMap<AgentKey, Bytes> = BTreeMap::new();
     if query.has_body_per_worker {
         let given: BTreeMap<String, Box<RawValue>> =
             serde_json::from_slice(&request.body).map_err(Error::Bodies)?;
@@ -152,15 +151,15 @@ fn choose_calls(
     if bodies.is_empty() {
         return Err(Error::NoAgent);
     }
-    let call = |(agent, body): (usize, Bytes)| {
-        let name = view.agents[agent].name().to_owned();
+    let call = |(agent, body): (AgentKey, Bytes)| {
+        let name = view.agent_with(agent).name().to_owned();
         AgentCall { agent, name, body }
     };
     Ok(bodies.into_iter().map(call).collect())
 }
 
 /// A worker's name stands for its agent.
-fn find_agent(view: &Snapshot, name: &str) -> Result<usize, Error> {
+fn find_agent(view: &Snapshot, name: &str) -> Result<AgentKey, Error> {
     let agents = || view.known_agents().map(|(agent, known)| (agent, known.name()));
     let is_rank = |rank: &str| rank.bytes().all(|byte| byte.is_ascii_digit());
     let of_worker = name.rsplit_once('/').filter(|(_, rank)| is_rank(rank));
@@ -192,7 +191,7 @@ fn agent_request(
 
 async fn call(
     upstream: &UpstreamClient,
-    agent: usize,
+    agent: AgentKey,
     message: Request<Full<Bytes>>,
     deadline: Instant,
 ) -> Result<AgentAnswer, CallError> {
@@ -239,7 +238,7 @@ mod tests {
         let query = ControlQuery::read(request.uri.query().unwrap_or_default());
         let calls = choose_calls(&view, request, &query)?;
         let text = |body: &Bytes| String::from_utf8(body.to_vec()).unwrap();
-        Ok(calls.iter().map(|call| (call.agent, text(&call.body))).collect())
+        Ok(calls.iter().map(|call| (call.agent.slot(), text(&call.body))).collect())
     }
 
     #[test]

@@ -12,7 +12,7 @@ use service::clock::now;
 use tokio::task::JoinSet;
 
 use super::{shared::Shared, upstream::UpstreamClient};
-use crate::fleet::agent::Facts;
+use crate::fleet::{agent::Facts, worker::AgentKey};
 
 /// The engine answers from memory, but its HTTP server may be busy with a long prompt.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -38,23 +38,23 @@ pub(crate) async fn ask_one(shared: &Shared, path: PathAndQuery) -> Option<Engin
 pub(crate) async fn ask_all(shared: &Shared, path: PathAndQuery) -> Vec<EngineInfoAnswer> {
     let view = shared.directory.settled_view().await;
     let mut asked = JoinSet::new();
-    for (number, agent) in view.agents.iter().enumerate() {
+    for (key, agent) in view.known_agents() {
         let Some(facts) = agent.facts.clone() else { continue };
         let (name, path) = (agent.name().to_owned(), path.clone());
         let upstream = Arc::clone(&shared.upstream);
         asked.spawn(async move {
-            let answer = ask(&upstream, number, &facts, path).await;
-            (number, EngineInfoAnswer { agent: name, answer })
+            let answer = ask(&upstream, key, &facts, path).await;
+            (key, EngineInfoAnswer { agent: name, answer })
         });
     }
     let mut answers = asked.join_all().await;
-    answers.sort_by_key(|(number, _)| *number);
+    answers.sort_by_key(|(key, _)| *key);
     answers.into_iter().map(|(_, answer)| answer).collect()
 }
 
 async fn ask(
     upstream: &UpstreamClient,
-    agent: usize,
+    agent: AgentKey,
     facts: &Facts,
     path: PathAndQuery,
 ) -> Result<Value, String> {

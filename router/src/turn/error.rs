@@ -4,8 +4,11 @@ use std::time::Duration;
 
 use service::refusal::Refusal;
 
-use super::{decide, request, sessions};
-use crate::shares::Refused;
+use super::request;
+use crate::{
+    sessions::{check, lifecycle},
+    shares::Refused,
+};
 
 /// The messages are for the client.
 #[derive(Debug, thiserror::Error)]
@@ -58,10 +61,10 @@ pub(crate) enum Error {
     #[error(transparent)]
     Request(#[from] request::Error),
     #[error(transparent)]
-    Decision(#[from] decide::Error),
+    Decision(#[from] check::Error),
     /// The lost session can't be closed, so the turn can't open it again.
     #[error(transparent)]
-    Session(#[from] sessions::Error),
+    Session(#[from] lifecycle::Error),
     #[error(transparent)]
     NoAnswer(#[from] NoAnswer),
     #[error(
@@ -78,8 +81,8 @@ pub(crate) enum Error {
     Aborted(Refusal),
 }
 
-/// The first sentence is the engine's, by which clients know to compact their history. It has the
-/// prompt's tokens; the router counts until there are too many.
+/// The first sentence is the engine's, by which clients know to compact their history. Its count is
+/// the limit plus one: the router counts no further.
 fn over_context(context_tokens: u64) -> String {
     format!(
         "The input ({} tokens) is longer than the model's context length ({context_tokens} \
@@ -104,6 +107,9 @@ fn limit_message(limit: Limit, refused: Refused) -> String {
         Limit::BodyBytes => ("body_bytes_in_flight_max", "bytes of request bodies"),
     };
     match refused {
+        Refused::Full if limit == Limit::Requests => {
+            "the router serves as many requests as its connections allow; try again".to_owned()
+        }
         Refused::Full => format!("the router has {name} {units}; try again"),
         Refused::Share => {
             format!("this client has its share of the {units} that {name} allows; try again")
@@ -144,7 +150,7 @@ pub(crate) enum NoAnswer {
         #[source]
         source: hyper_util::client::legacy::Error,
     },
-    /// After the head, before the first bytes; a prefill worker also later.
+    /// After the head, before any body; from a prefill worker, also later.
     #[error("worker {worker} broke off before its answer began")]
     AnswerBrokenOff {
         worker: String,

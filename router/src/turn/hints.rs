@@ -4,11 +4,11 @@
 //! the turn answers. So a hint that can't be read is ignored. Pure.
 //!
 //! - `nvext.agent_hints` (of the Dynamo API): `priority`, `strict_priority`, `latency_sensitivity`,
-//!   `osl`.
+//!   `osl`, `speculative_prefill`.
 //! - `cache_control` with a `ttl`: of the Anthropic API, on blocks or at the top, and in `nvext`.
 //! - `prompt_cache_retention` (of the OpenAI API).
 
-use contract::body::Object;
+use contract::{body::Object, hints::TurnHints};
 use memchr::memmem;
 use serde::Deserialize;
 use serde_json::Value;
@@ -44,8 +44,14 @@ pub(super) fn priority(hints: Option<&Object<'_>>) -> Option<i64> {
     }
 }
 
-pub(super) fn answer_tokens(hints: Option<&Object<'_>>) -> Option<u64> {
-    hints?.get("osl")?.get().parse().ok()
+/// Reads what needs no bound.
+pub(super) fn unbounded(hints: Option<&Object<'_>>) -> TurnHints {
+    let get = |key: &str| hints.and_then(|hints| hints.get(key)).map(|raw| raw.get());
+    TurnHints {
+        answer_tokens: get("osl").and_then(|tokens| tokens.parse().ok()),
+        returns_soon: get("speculative_prefill") == Some("true"),
+        ..TurnHints::default()
+    }
 }
 
 /// Returns the longest time, in milliseconds, for which the body wants KV kept without a turn.
@@ -116,7 +122,7 @@ mod tests {
     fn agent_hints_give_a_priority_and_a_length() {
         let of = |hints: &str| {
             let hints = Object::parse(hints.as_bytes()).ok();
-            (priority(hints.as_ref()), answer_tokens(hints.as_ref()))
+            (priority(hints.as_ref()), unbounded(hints.as_ref()).answer_tokens)
         };
         assert_eq!(of(r#"{"priority":5,"osl":200}"#), (Some(5), Some(200)));
         assert_eq!(of(r#"{"priority":-2}"#).0, Some(-2));
@@ -132,6 +138,12 @@ mod tests {
             assert_eq!(of(odd), (None, None), "{odd}");
         }
         assert_eq!(of(r#"{"latency_sensitivity":1e300}"#).0, None);
+        let returns =
+            |hints: &str| unbounded(Object::parse(hints.as_bytes()).ok().as_ref()).returns_soon;
+        assert!(returns(r#"{"speculative_prefill": true }"#));
+        for odd in ["{}", r#"{"speculative_prefill":false}"#, r#"{"speculative_prefill":"true"}"#] {
+            assert!(!returns(odd), "{odd}");
+        }
     }
 
     #[test]

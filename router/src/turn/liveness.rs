@@ -11,7 +11,8 @@ use service::clock::now;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{directory::SessionDirectory, pulses::CHECK_INTERVAL, upstream::UpstreamClient};
+use super::upstream::{CHECK_INTERVAL, UpstreamClient};
+use crate::{fleet::worker::AgentKey, sessions::directory::SessionDirectory};
 
 /// After so long without a message the data port is probed. Agents report every 500 ms by default,
 /// so eight reports are missing.
@@ -21,7 +22,7 @@ const QUIET_MAX: Duration = Duration::from_secs(4);
 const PROBE_TIME_MAX: Duration = Duration::from_secs(3);
 
 pub(crate) async fn run(
-    agent: usize,
+    agent: AgentKey,
     directory: Arc<SessionDirectory>,
     upstream: Arc<UpstreamClient>,
     token: CancellationToken,
@@ -33,10 +34,10 @@ pub(crate) async fn run(
     }
 }
 
-async fn watch(agent: usize, directory: &SessionDirectory, upstream: &UpstreamClient) {
+async fn watch(agent: AgentKey, directory: &SessionDirectory, upstream: &UpstreamClient) {
     loop {
         let view = directory.view();
-        let state = &view.agents[agent];
+        let state = view.agent_with(agent);
         let (Some(heard_at), Some(facts)) = (state.heard_at, &state.facts) else {
             // Never heard, so it has no turns.
             tokio::time::sleep(QUIET_MAX).await;

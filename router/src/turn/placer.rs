@@ -1,12 +1,10 @@
-//! Places turns: decides the worker of each turn, binds its session, and counts its load there.
+//! Chooses the worker of each turn, binds its session, and counts its load there.
 //!
 //! `decide` makes each decision in one step on the table of bindings. Before a session begins or
 //! moves, `claims` makes sure that all routers know its worker. Nothing is sent to a worker here.
-//!
-//! The claim is a header that tells the agent what the turn does to its session. The hold keeps the
-//! binding while the turn runs. The lease counts the turn's tokens as load of the worker.
 
-mod names;
+pub(super) mod assignment;
+mod decide;
 mod unnamed;
 
 use std::{
@@ -15,7 +13,6 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -25,89 +22,57 @@ use service::clock::now;
 use tracing::debug;
 
 pub(super) use self::unnamed::ConversationHold;
-use super::{
-    decide::{self, Error, SessionDecision, TurnFacts},
-    directory::{BindingHold, SessionDirectory},
-    renewal::{self, RenewalQueue, Renewals},
-    request::Turn,
-    target::{PlacedPrefill, Target},
+use self::{
+    assignment::{Assignment, Destination, PrefillHalf},
+    decide::{PromptFacts, SessionDecision, TurnFacts},
 };
+use super::request::Turn;
 use crate::{
-    claims::{Claims, Settled, Wish},
-    fleet::{conversations::Conversations, lease::Lease, snapshot::Snapshot, worker::WorkerRef},
+    fleet::{
+        conversations::Conversations, lease::LoadLease, snapshot::Snapshot, worker::WorkerRef,
+    },
     metrics::Metrics,
     placement::{
-        self, Figures, Placement, PlacementRequest, Reason,
-        affinity::{Affinity, Claimed},
-        pair,
+        Figures, Placement, Reason, pair,
         recent::{self, PlacementRecord, RecentPlacements},
-        session_status::SessionStatus,
     },
     residency::block_locator::{BlockLocator, TurnBlocks},
+    sessions::{
+        bindings::{Bindings, KnownPlacementClaim},
+        check::Error,
+        claims::{AgreedWorker, PlacementClaims, Proposal},
+        directory::{BindingHold, SessionDirectory},
+        intent::{HintKind, SessionIntent},
+        renewal::{self, RenewalQueue, Renewals},
+        status::SessionStatus,
+    },
     shares::Sharer,
 };
 
+/// A decision that was carried out: the turn counts on its worker, and its session is bound there.
 #[derive(Debug)]
-pub(crate) struct PlacedTurn {
-    pub(super) worker: WorkerRef,
-    pub(super) worker_name: String,
-    pub(super) data_authority: Arc<str>,
-    pub(super) data_tls: bool,
-    pub(super) reason: Reason,
-    /// `None` without a session.
-    pub(super) claim: Option<Claim>,
-    /// Whether another worker may take the turn if this one refuses it.
-    can_move: bool,
-    pub(super) lease: Lease,
+pub(super) struct Chosen {
+    pub(super) assignment: Assignment,
+    pub(super) lease: LoadLease,
     pub(super) hold: Option<BindingHold>,
     /// Set if the conversation has no name and the prompt was read.
     pub(super) conversation: Option<ConversationHold>,
-    /// Set if the blocks were made. The worker has them after the turn.
-    pub(super) blocks: Option<TurnBlocks>,
-    /// Leading prompt tokens resident on the worker, as reported or expected.
-    pub(super) resident_tokens: Option<u64>,
-    /// Prompt tokens that placement expects the worker that computes the prompt to compute.
-    pub(super) uncached_tokens_expected: Option<u64>,
-    /// Set if placement compared workers by the prompt.
-    pub(super) ttft_expected: Option<Duration>,
     /// What to ask other routers before the turn is sent.
-    wish: Option<Wish>,
-    /// `None` if the worker runs the whole turn.
-    pub(super) prefill: Option<PlacedPrefill>,
-    /// Whether others can use the turn's KV afterwards.
-    keeps_kv: bool,
-}
-
-impl PlacedTurn {
-    /// Of a pair, returns where the decode half goes.
-    pub(super) fn target(&self) -> Target<'_> {
-        Target {
-            worker: self.worker,
-            data_authority: &self.data_authority,
-            data_tls: self.data_tls,
-            resident_tokens: self.resident_tokens,
-            bootstrap: self.prefill.as_ref().map(|prefill| &prefill.bootstrap),
-        }
-    }
-
-    pub(super) fn workers_with_kv(&self) -> impl Iterator<Item = WorkerRef> {
-        let decode = Some(self.worker).filter(|_| self.keeps_kv);
-        self.prefill.as_ref().map(|prefill| prefill.worker).into_iter().chain(decode)
-    }
+    proposal: Option<Proposal>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Placer {
     directory: Arc<SessionDirectory>,
-    claims: Arc<Claims>,
+    claims: Arc<PlacementClaims>,
     renewals: Renewals,
     block_locator: Arc<BlockLocator>,
     /// The conversations without a name.
     conversations: Arc<Mutex<Conversations>>,
     /// The worker of each `prompt_cache_key`.
-    cache_keys: Mutex<Affinity>,
+    cache_keys: Mutex<Bindings>,
     /// The worker of each name that came once and may be the name of a request.
-    names_seen_once: Mutex<Affinity>,
+    names_seen_once: Mutex<Bindings>,
     recent_placements: Mutex<RecentPlacements>,
     /// Hashes turn numbers to turn ids, with a random key.
     turn_id_hasher: RandomState,
@@ -115,24 +80,13 @@ pub(crate) struct Placer {
     metrics: Arc<Metrics>,
 }
 
-enum WithoutPrompt {
-    Undecided,
-    Refused(Error),
-}
-
-impl From<Error> for WithoutPrompt {
-    fn from(error: Error) -> Self {
-        Self::Refused(error)
-    }
-}
-
 impl Placer {
     pub(crate) fn new(
         directory: Arc<SessionDirectory>,
-        claims: Arc<Claims>,
+        claims: Arc<PlacementClaims>,
         block_locator: Arc<BlockLocator>,
-        cache_keys: Affinity,
-        names_seen_once: Affinity,
+        cache_keys: Bindings,
+        names_seen_once: Bindings,
         metrics: Arc<Metrics>,
     ) -> (Self, RenewalQueue) {
         let (renewals, renewal_queue) = renewal::queue();
@@ -160,8 +114,8 @@ impl Placer {
     }
 
     /// Oldest first.
-    pub(crate) fn placements(&self, turn_id: u64) -> Vec<PlacementRecord> {
-        self.recent_placements.lock().placements(turn_id).into_iter().cloned().collect()
+    pub(crate) fn placements(&self, turn_id: u64, view: &Snapshot) -> Vec<PlacementRecord> {
+        self.recent_placements.lock().placements(turn_id, view).into_iter().cloned().collect()
     }
 
     /// Oldest first, each with its place in the order of all placements. Without `after`, returns
@@ -170,180 +124,166 @@ impl Placer {
         &self,
         after: Option<u64>,
         limit: usize,
+        view: &Snapshot,
     ) -> Vec<(u64, PlacementRecord)> {
         let recent = self.recent_placements.lock();
-        let page = recent.page(after, limit);
+        let page = recent.page(after, limit, view);
         page.into_iter().map(|(place, record)| (place, record.clone())).collect()
     }
 
-    /// Reads the prompt only if the worker can't be chosen without it.
-    pub(super) async fn decide(
+    /// Reads the prompt only if the worker can't be chosen without it. All routers then know the
+    /// worker of the turn's session, unless the turn continues a stored response.
+    pub(super) async fn place(
         &self,
         turn: &Turn,
         turn_id: u64,
         path: &str,
         body: &Bytes,
         sharer: &Sharer,
-    ) -> Result<PlacedTurn, Error> {
-        if let Some(agent) = turn.response_agent {
-            let view = self.directory.view();
-            let facts = self.facts(turn, turn_id, &view, None);
-            return self
-                .place(&facts, |request, now| decide::place_at_agent(agent, request, &view, now));
-        }
-        let placed = match self.decide_without_prompt(turn, turn_id) {
-            Ok(placed) => placed,
-            Err(WithoutPrompt::Refused(error)) => return Err(error),
-            Err(WithoutPrompt::Undecided) => {
+    ) -> Result<Chosen, Error> {
+        let chosen = match self.decide_and_bind(turn, turn_id, PromptFacts::Unread)? {
+            Some(chosen) => chosen,
+            None => {
                 // Reading a long prompt takes milliseconds. The table of bindings isn't locked
                 // meanwhile, so that other sessions' turns can be placed.
                 let (model, view) = (turn.model.as_deref(), self.directory.view());
-                let prompt = &turn.prompt;
-                let blocks =
-                    self.block_locator.locate(prompt, model, path, body, &view, sharer).await;
-                self.decide_with_prompt(turn, turn_id, blocks)?
+                let locating =
+                    self.block_locator.locate(&turn.prompt, model, path, body, &view, sharer);
+                self.decide_by_prompt(turn, turn_id, locating.await)?
             }
         };
-        let placed = self.settle(turn, turn_id, placed).await;
-        self.remember_cache_key(turn, placed.worker);
-        self.remember_name(turn, placed.worker);
-        Ok(placed)
+        if turn.response_agent.is_some() {
+            return Ok(chosen);
+        }
+        let chosen = self.agree(turn, turn_id, chosen).await;
+        self.remember_cache_key(turn, chosen.assignment.to.worker);
+        self.remember_name(turn, chosen.assignment.to.worker);
+        Ok(chosen)
     }
 
-    /// If another router has placed the session, the turn follows the session.
-    async fn settle(&self, turn: &Turn, turn_id: u64, mut placed: PlacedTurn) -> PlacedTurn {
-        let Some(wish) = placed.wish.take() else { return placed };
-        let key = wish.key.clone();
-        let Settled { worker, generation, valid_until, view } = self.claims.settle(wish).await;
-        self.directory.step(|affinity, _| {
-            affinity.record_claim(&key, worker, Claimed { generation, valid_until });
-        });
-        self.renewals.watch(&key, worker, generation);
-        if worker.agent == placed.worker.agent || view.agent(worker).facts.is_none() {
-            return placed;
-        }
-        let placement = Placement::without_comparison(worker, Reason::Claimed);
-        let request =
-            self.facts(turn, turn_id, &view, placed.blocks.as_ref()).placement_request(now());
-        let Ok(placement) = pair::complete(placement, &request, &view, now()) else {
-            return placed;
-        };
-        let mut hold = placed.hold.take();
-        if let Some(hold) = &mut hold {
-            hold.forget_old_worker();
-        }
-        let mut followed = self.commit(turn, turn_id, &view, placement, hold, true);
-        let count = |worker| {
-            let blocks = placed.blocks.as_ref()?;
-            self.block_locator.reported_tokens(blocks, worker)
-        };
-        if let Some(prefill) = &mut followed.prefill {
-            prefill.resident_tokens = count(prefill.worker);
-        }
-        PlacedTurn {
-            can_move: placed.can_move,
-            claim: placed.claim.take(),
-            resident_tokens: count(worker),
-            blocks: placed.blocks.take(),
-            ..followed
-        }
-    }
-
-    fn decide_without_prompt(
+    /// Chooses another worker than `failed`, which is the first one or that of the prefill half.
+    /// `None` if there is none, or if the turn can't move. What holds the turn's binding moves too.
+    pub(super) async fn place_again(
         &self,
         turn: &Turn,
         turn_id: u64,
-    ) -> Result<PlacedTurn, WithoutPrompt> {
+        first: &mut Assignment,
+        hold: Option<&mut BindingHold>,
+        failed: WorkerRef,
+    ) -> Option<Chosen> {
+        if !first.can_move {
+            return None;
+        }
         let view = self.directory.view();
-        self.place(&self.facts(turn, turn_id, &view, None), |request, now| {
-            placement::place_without_prompt(request, &view, now).ok_or(WithoutPrompt::Undecided)
-        })
+        let (placement, proposal) = self.directory.step(|bindings, now| {
+            let first_worker = first.to.worker;
+            decide::decide_again(bindings, turn, turn_id, first_worker, failed, &view, now)
+        })?;
+        if let Some(hold) = hold {
+            hold.forget_old_worker();
+        }
+        let mut chosen = self.carry_out(turn, turn_id, &view, placement, None, true);
+        chosen.proposal = proposal;
+        // It may say more by now than the client's request: to open the session, or to close it.
+        chosen.assignment.claim = first.claim.take();
+        let mut chosen = self.agree(turn, turn_id, chosen).await;
+        chosen.assignment.blocks = first.blocks.take();
+        Some(chosen)
     }
 
-    fn decide_with_prompt(
+    /// If another router has placed the session, the turn follows the session.
+    async fn agree(&self, turn: &Turn, turn_id: u64, mut chosen: Chosen) -> Chosen {
+        let Some(proposal) = chosen.proposal.take() else { return chosen };
+        let key = proposal.key.clone();
+        let AgreedWorker { worker, generation, valid_until, view } =
+            self.claims.agree(proposal).await;
+        // Bound there even if this turn can't follow: the next ones must.
+        self.directory.step(|bindings, _| {
+            bindings.record_claim(&key, worker, KnownPlacementClaim { generation, valid_until });
+        });
+        self.renewals.watch(&key, worker, generation);
+        let own = &mut chosen.assignment;
+        if worker.agent == own.to.worker.agent || view.agent(worker).facts.is_none() {
+            return chosen;
+        }
+        let placement = Placement::without_comparison(worker, Reason::Claimed);
+        let prompt = PromptFacts::Read(own.blocks.as_ref());
+        let request = self.facts(turn, turn_id, &view, prompt).placement_request(now());
+        let Ok(placement) = pair::complete(placement, &request, &view, now()) else {
+            return chosen;
+        };
+        let mut hold = chosen.hold.take();
+        if let Some(hold) = &mut hold {
+            hold.forget_old_worker();
+        }
+        let mut followed = self.carry_out(turn, turn_id, &view, placement, hold, true);
+        let blocks = own.blocks.take();
+        self.count_resident(&mut followed.assignment, blocks.as_ref());
+        followed.assignment.can_move = own.can_move;
+        followed.assignment.claim = own.claim.take();
+        followed.assignment.blocks = blocks;
+        followed
+    }
+
+    fn decide_by_prompt(
         &self,
         turn: &Turn,
         turn_id: u64,
         blocks: Option<TurnBlocks>,
-    ) -> Result<PlacedTurn, Error> {
-        let view = self.directory.view();
-        let facts = self.facts(turn, turn_id, &view, blocks.as_ref());
-        let placed = self.place(&facts, |request, now| {
-            placement::place(request, &view, now).map_err(Error::from)
-        })?;
-        let count = |worker| {
-            blocks.as_ref().and_then(|blocks| self.block_locator.reported_tokens(blocks, worker))
-        };
+    ) -> Result<Chosen, Error> {
+        let decided = self.decide_and_bind(turn, turn_id, PromptFacts::Read(blocks.as_ref()))?;
+        let mut chosen = decided.expect("nothing more can be known of a prompt that was read");
+        let assignment = &mut chosen.assignment;
+        self.count_resident(assignment, blocks.as_ref());
         // Without reports, what the conversation is expected to have there: else the agent would
         // report the whole prompt as backlog, and the conversation's next turn would avoid it.
         let expected_tokens = || {
             let prompt_tokens = blocks.as_ref()?.prompt_overlap().tokens;
-            Some(prompt_tokens.saturating_sub(placed.uncached_tokens_expected?))
+            let tokens = prompt_tokens.saturating_sub(assignment.uncached_tokens_expected?);
+            Some(tokens).filter(|tokens| *tokens > 0)
         };
-        let is_whole = placed.prefill.is_none();
-        let resident_tokens =
-            count(placed.worker).max(is_whole.then(expected_tokens).flatten().filter(|it| *it > 0));
-        let mut prefill = placed.prefill;
-        if let Some(prefill) = &mut prefill {
-            prefill.resident_tokens = count(prefill.worker);
+        if assignment.prefill.is_none() {
+            assignment.resident_tokens = assignment.resident_tokens.max(expected_tokens());
         }
-        Ok(PlacedTurn { blocks, resident_tokens, prefill, ..placed })
+        assignment.blocks = blocks;
+        Ok(chosen)
     }
 
-    fn place<E: From<Error>>(
-        &self,
-        facts: &TurnFacts<'_>,
-        choose: impl FnOnce(&PlacementRequest<'_>, Instant) -> Result<Placement, E>,
-    ) -> Result<PlacedTurn, E> {
-        let TurnFacts { turn, turn_id, view, .. } = *facts;
-        let Some(intent) = &turn.session else {
-            return self.place_unnamed(facts, choose);
-        };
-        let SessionDecision { placement, can_move, old_worker, reopen_as, wish } =
-            self.directory.step(|affinity, now| {
-                decide::decide_session(affinity, facts, intent, now, choose)
-            })?;
-        let hold =
-            BindingHold::new(&self.directory, intent.key.clone(), old_worker, turn.body_bytes);
-        let mut placed = self.commit(turn, turn_id, view, placement, Some(hold), can_move);
-        if let (Some(retention), Some(claim)) = (reopen_as, &mut placed.claim) {
-            claim.open = true;
-            claim.retention = claim.retention.or(Some(retention));
+    /// Notes what the workers report to have of the prompt.
+    fn count_resident(&self, assignment: &mut Assignment, blocks: Option<&TurnBlocks>) {
+        let count = |worker| self.block_locator.reported_tokens(blocks?, worker);
+        assignment.resident_tokens = count(assignment.to.worker);
+        if let Some(prefill) = &mut assignment.prefill {
+            prefill.resident_tokens = count(prefill.to.worker);
         }
-        placed.wish = wish;
-        Ok(placed)
     }
 
-    /// `failed_worker` is the first worker or the prefill worker. `None` if there is no other
-    /// worker or the turn can't move.
-    pub(super) async fn decide_again(
+    /// Decides the turn's worker in one step on the table in which the session or the conversation
+    /// is bound, and carries the decision out. `None`: only the prompt can tell.
+    fn decide_and_bind(
         &self,
         turn: &Turn,
         turn_id: u64,
-        first_placed: &mut PlacedTurn,
-        failed_worker: WorkerRef,
-    ) -> Option<PlacedTurn> {
-        if !first_placed.can_move {
-            return None;
-        }
+        prompt: PromptFacts<'_>,
+    ) -> Result<Option<Chosen>, Error> {
         let view = self.directory.view();
-        let first_worker = first_placed.worker;
-        let (placement, wish) = self.directory.step(|affinity, now| {
-            decide::decide_again(affinity, turn, turn_id, first_worker, failed_worker, &view, now)
-        })?;
-        // The hold stays with the turn. The lease counts on one worker, so the turn gets a new one.
-        let mut hold = first_placed.hold.take();
-        if let Some(hold) = &mut hold {
-            hold.forget_old_worker();
+        let facts = self.facts(turn, turn_id, &view, prompt);
+        let Some(intent) = &turn.session else {
+            return self.decide_unnamed(&facts);
+        };
+        let decided = self
+            .directory
+            .step(|bindings, now| decide::decide_session(bindings, &facts, intent, now))?;
+        let Some(decision) = decided else { return Ok(None) };
+        let SessionDecision { placement, can_move, old_worker, reopen_as, proposal } = decision;
+        let hold =
+            BindingHold::new(&self.directory, intent.key.clone(), old_worker, turn.body_bytes);
+        let mut chosen = self.carry_out(turn, turn_id, &view, placement, Some(hold), can_move);
+        if let (Some(retention), Some(claim)) = (reopen_as, &mut chosen.assignment.claim) {
+            claim.open = true;
+            claim.retention = claim.retention.or(Some(retention));
         }
-        let mut second = self.commit(turn, turn_id, &view, placement, hold, true);
-        second.wish = wish;
-        let second = self.settle(turn, turn_id, second).await;
-        let conversation = first_placed.conversation.take();
-        if let Some(conversation) = &conversation {
-            conversation.rebind(second.worker);
-        }
-        Some(PlacedTurn { blocks: first_placed.blocks.take(), conversation, ..second })
+        Ok(Some(Chosen { proposal, ..chosen }))
     }
 
     fn facts<'a>(
@@ -351,17 +291,18 @@ impl Placer {
         turn: &'a Turn,
         turn_id: u64,
         view: &'a Snapshot,
-        blocks: Option<&'a TurnBlocks>,
+        prompt: PromptFacts<'a>,
     ) -> TurnFacts<'a> {
         let prefer = self.preferred_worker(turn, view);
         let intent = turn.session.as_ref();
-        let seen_on = intent.and_then(|intent| self.worker_of_name(intent));
+        let seen_on = intent.and_then(|intent| self.worker_of_name(intent, view));
         let block_locator = &self.block_locator;
         let conversations = None;
-        TurnFacts { turn, turn_id, view, block_locator, prefer, seen_on, blocks, conversations }
+        TurnFacts { turn, turn_id, view, block_locator, prefer, seen_on, prompt, conversations }
     }
 
-    fn commit(
+    /// Counts the turn on the worker of `placement`, and notes why it goes there.
+    fn carry_out(
         &self,
         turn: &Turn,
         turn_id: u64,
@@ -369,64 +310,46 @@ impl Placer {
         placement: Placement,
         hold: Option<BindingHold>,
         can_move: bool,
-    ) -> PlacedTurn {
+    ) -> Chosen {
         let tokens_expected = placement.tokens_expected();
         let Placement { worker, reason, ref figures, .. } = placement;
         let agent = view.agent(worker);
-        let facts = agent.facts.as_ref().expect("a placed worker was described");
         let intent = turn.session.as_ref();
-        let claim = intent.filter(|intent| !intent.is_placement_only).map(|intent| Claim {
-            retention: intent.retention,
-            delta: intent.is_delta,
-            open: intent.opens_session,
-            close: intent.closes_session,
-            idle_ms_max: intent.idle_ms_max,
-            parent: turn.parent.as_ref().map(SessionKey::digest),
-            ..Claim::for_session(&intent.key)
-        });
+        let to = Destination::new(view, worker);
         self.metrics.count_placement(reason.as_str());
-        let worker_name = view.name(worker);
-        let with_worker_name = |figures: &Figures| (view.name(figures.worker), *figures);
+        let with_worker_name =
+            |&(worker, figures): &(WorkerRef, Figures)| (view.name(worker), figures);
         debug!(
-            worker = worker_name,
+            worker = to.name,
             reason = reason.as_str(),
             session = intent.map(|intent| tracing::field::display(intent.key.digest())),
             figures = ?figures.iter().map(with_worker_name).collect::<Vec<_>>(),
             "turn placed"
         );
-        let prefill = placement
-            .prefill
-            .as_ref()
-            .map(|prefill| PlacedPrefill::new(view, prefill, self.new_turn_id()));
-        let session = intent.map(|intent| intent.key.digest());
-        let uncached_tokens_expected = match &placement.prefill {
+        let prefill = placement.prefill.as_ref();
+        let uncached_tokens_expected = match prefill {
             Some(prefill) => prefill.uncached_tokens,
             None => placement.uncached_tokens,
         };
-        let ttft_expected = placement.ttft_expected();
-        let record = PlacementRecord { turn: turn_id, placed_at: now(), session, placement };
-        self.recent_placements.lock().add(record);
-        PlacedTurn {
-            worker,
-            worker_name,
-            data_authority: Arc::clone(&facts.data_authority),
-            data_tls: facts.data_tls,
+        let is_delta = intent.is_some_and(|intent| intent.is_delta);
+        let transfer = agent.facts.as_ref().and_then(|it| it.description.engine.transfer.as_ref());
+        let assignment = Assignment {
+            to,
             reason,
-            claim,
-            can_move: can_move
-                && !intent.is_some_and(|intent| intent.is_delta)
-                && turn.response_agent.is_none(),
-            lease: Lease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens_expected),
-            hold,
-            conversation: None,
+            claim: claim(turn),
+            can_move: can_move && !is_delta && turn.response_agent.is_none(),
             blocks: None,
             resident_tokens: None,
             uncached_tokens_expected,
-            ttft_expected,
-            wish: None,
-            prefill,
-            keeps_kv: facts.description.engine.transfer.as_ref().is_none_or(|it| it.decode_cache),
-        }
+            ttft_expected: placement.ttft_expected(),
+            prefill: prefill.map(|prefill| PrefillHalf::new(view, prefill, self.new_turn_id())),
+            keeps_kv: transfer.is_none_or(|transfer| transfer.decode_cache),
+        };
+        let session = intent.map(|intent| intent.key.digest());
+        let record = PlacementRecord { turn: turn_id, placed_at: now(), session, placement };
+        self.recent_placements.lock().add(record);
+        let lease = LoadLease::acquire(&agent.in_flight[worker.dp_rank as usize], tokens_expected);
+        Chosen { assignment, lease, hold, conversation: None, proposal: None }
     }
 
     /// The parent session comes before the cache key.
@@ -438,17 +361,8 @@ impl Placer {
             return Some((worker, Reason::Parent));
         }
         let cache_key = turn.cache_key.as_ref()?;
-        let cache_keys = self.cache_keys.lock();
-        Some((cache_keys.get(cache_key, now())?.worker, Reason::CacheKey))
-    }
-
-    /// Returns whether nothing of the agent's workers is left.
-    pub(crate) fn forget_agent(&self, agent: usize) -> bool {
-        self.recent_placements.lock().forget_agent(agent);
-        self.conversations.lock().forget_agent(agent);
-        let has_no_keys = self.cache_keys.lock().forget_agent(agent);
-        let has_no_names = self.names_seen_once.lock().forget_agent(agent);
-        has_no_keys && has_no_names
+        let mut cache_keys = self.cache_keys.lock();
+        Some((cache_keys.resolve(cache_key, view, now())?.worker, Reason::CacheKey))
     }
 
     fn remember_cache_key(&self, turn: &Turn, worker: WorkerRef) {
@@ -459,4 +373,45 @@ impl Placer {
             cache_keys.end_turn(key, now());
         }
     }
+
+    pub(in crate::turn) fn has_seen_name(&self, key: &SessionKey) -> bool {
+        self.names_seen_once.lock().get(key, now()).is_some()
+    }
+
+    /// Returns where the turn ran that first had the session's name, if it ran without the session.
+    fn worker_of_name(&self, intent: &SessionIntent, view: &Snapshot) -> Option<WorkerRef> {
+        intent.hint.filter(|hint| *hint == HintKind::SessionOrRequest)?;
+        Some(self.names_seen_once.lock().resolve(&intent.key, view, now())?.worker)
+    }
+
+    /// Also forgets a name that has begun a session.
+    fn remember_name(&self, turn: &Turn, worker: WorkerRef) {
+        let begun = turn.session.as_ref().filter(|intent| intent.hint.is_some());
+        if turn.name_seen_once.is_none() && begun.is_none() {
+            return;
+        }
+        let mut names = self.names_seen_once.lock();
+        if let Some(intent) = begun {
+            names.forget(&intent.key);
+        }
+        if let Some(key) = &turn.name_seen_once
+            && names.begin_turn(key, worker, false, now()).is_ok()
+        {
+            names.end_turn(key, now());
+        }
+    }
+}
+
+/// What the agent is told of the turn's session. `None` if it shall know of none.
+fn claim(turn: &Turn) -> Option<Claim> {
+    let intent = turn.session.as_ref().filter(|intent| !intent.is_placement_only)?;
+    Some(Claim {
+        retention: intent.retention,
+        delta: intent.is_delta,
+        open: intent.opens_session,
+        close: intent.closes_session,
+        idle_ms_max: intent.idle_ms_max,
+        parent: turn.parent.as_ref().map(SessionKey::digest),
+        ..Claim::for_session(&intent.key)
+    })
 }

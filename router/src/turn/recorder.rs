@@ -8,23 +8,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use contract::{load::Retention, route::Kind};
-use http::Extensions;
+use contract::load::Retention;
 use parking_lot::Mutex;
 use service::{
     clock::now,
-    traces::{
-        record::SpanKind,
-        span::{Span, Trace},
-    },
+    traces::{record::SpanKind, span::Span},
 };
 
 use super::{
-    access_log::AccessEntry,
-    directory::SessionDirectory,
+    admit::OutboundTurn,
+    arrival::Observers,
     ended::{RecentTurns, TurnRecord},
-    placer::PlacedTurn,
-    request::Turn,
+    placer::assignment::Assignment,
     shared::Shared,
     spans,
     usage::{TurnTokens, TurnUsage, UsageMeter},
@@ -32,21 +27,8 @@ use super::{
 use crate::{
     fleet::worker::WorkerRef,
     metrics::{Metrics, TurnOutcome, TurnTokenCounts},
+    sessions::directory::SessionDirectory,
 };
-
-#[derive(Debug, Clone, Default)]
-pub(super) struct Observers {
-    /// `None` without a log.
-    access_entry: Option<Arc<AccessEntry>>,
-    pub(super) trace: Trace,
-}
-
-impl Observers {
-    pub(super) fn take_from(extensions: &mut Extensions) -> Self {
-        let trace = extensions.remove().unwrap_or_default();
-        Self { access_entry: extensions.remove(), trace }
-    }
-}
 
 /// Records the turn's end on drop.
 #[derive(Debug)]
@@ -74,29 +56,30 @@ pub(crate) struct TurnRecorder {
 impl TurnRecorder {
     pub(super) fn new(
         shared: &Shared,
-        turn: &Turn,
-        (turn_id, kind, arrived_at): (u64, Kind, Instant),
-        placed: &PlacedTurn,
+        outbound: &OutboundTurn,
+        assignment: &Assignment,
         tokens: Option<TurnTokens>,
     ) -> Self {
+        let OutboundTurn { arrival, turn, turn_id, .. } = outbound;
+        let arrived_at = arrival.arrived_at;
         shared.metrics.turns_in_flight.inc();
         let placed_at = now();
         shared.metrics.turn.observe_decision(placed_at.saturating_duration_since(arrived_at));
         let record = TurnRecord {
-            turn: turn_id,
+            turn: *turn_id,
             session: turn.session.as_ref().map(|intent| intent.key.clone()),
             parent: turn.parent.clone(),
-            kind,
-            worker: placed.worker_name.clone(),
-            prefill_worker: placed.prefill.as_ref().map(|prefill| prefill.worker_name.clone()),
-            reason: placed.reason,
+            kind: arrival.kind,
+            worker: assignment.to.name.clone(),
+            prefill_worker: prefill_name(assignment),
+            reason: assignment.reason,
             is_retried: false,
             retention: None,
             status: None,
             arrived_at,
             ttft: None,
             duration: Duration::ZERO,
-            uncached_tokens_expected: placed.uncached_tokens_expected,
+            uncached_tokens_expected: assignment.uncached_tokens_expected,
             usage: TurnUsage::default(),
             // Until the turn ends in another way.
             outcome: TurnOutcome::ClientGone,
@@ -105,32 +88,28 @@ impl TurnRecorder {
             metrics: Arc::clone(&shared.metrics),
             directory: Arc::clone(&shared.directory),
             recent_turns: Arc::clone(&shared.recent_turns),
-            worker: placed.worker,
+            worker: assignment.to.worker,
             record: Some(record),
             meter: None,
             tokens,
             placed_at,
-            ttft_expected: placed.ttft_expected,
+            ttft_expected: assignment.ttft_expected,
             last_part_at: None,
             is_stream: false,
             stream: Span::default(),
-            observers: Observers::default(),
+            observers: arrival.observers.clone(),
         }
     }
 
-    pub(super) fn set_observers(&mut self, observers: Observers) {
-        self.observers = observers;
-    }
-
-    pub(super) fn move_to(&mut self, placed: &PlacedTurn) {
-        self.worker = placed.worker;
-        (self.placed_at, self.ttft_expected) = (now(), placed.ttft_expected);
+    pub(super) fn move_to(&mut self, assignment: &Assignment) {
+        self.worker = assignment.to.worker;
+        (self.placed_at, self.ttft_expected) = (now(), assignment.ttft_expected);
         let record = self.record_mut();
-        record.worker.clone_from(&placed.worker_name);
-        record.prefill_worker = placed.prefill.as_ref().map(|prefill| prefill.worker_name.clone());
-        record.reason = placed.reason;
+        record.worker.clone_from(&assignment.to.name);
+        record.prefill_worker = prefill_name(assignment);
+        record.reason = assignment.reason;
         record.is_retried = true;
-        record.uncached_tokens_expected = placed.uncached_tokens_expected;
+        record.uncached_tokens_expected = assignment.uncached_tokens_expected;
     }
 
     /// `is_success`: whether the status is 2xx.
@@ -194,6 +173,10 @@ impl TurnRecorder {
         let entry = entries.iter().find(|entry| entry.worker == self.worker)?;
         Some(entry.session.retention)
     }
+}
+
+fn prefill_name(assignment: &Assignment) -> Option<String> {
+    assignment.prefill.as_ref().map(|prefill| prefill.to.name.clone())
 }
 
 impl Drop for TurnRecorder {

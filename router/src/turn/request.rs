@@ -7,7 +7,8 @@
 //! clients send on their own is a hint, unless the turn says more about its session in Berth's own
 //! headers.
 //!
-//! Equal ids of two principals are two sessions. Pure: `decide` checks which sessions exist.
+//! Equal ids of two principals are two sessions. Pure: which sessions exist is
+//! checked later.
 
 use contract::{
     abort::TurnNames,
@@ -24,7 +25,12 @@ use super::{
     hints, model_names,
     session_names::{self, Hint, SessionHeaders},
 };
-use crate::{placement::PairUse, prompt::Prompt};
+use crate::{
+    fleet::worker::AgentKey,
+    placement::PairUse,
+    prompt::Prompt,
+    sessions::intent::{HintKind, SessionIntent},
+};
 
 pub const SESSION_ID_HEADER: HeaderName = HeaderName::from_static("x-berth-session-id");
 /// `1` or `true` means that the body holds only the tokens that are new in this turn.
@@ -64,13 +70,6 @@ pub enum Error {
     DeltaWithoutSession,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HintKind {
-    Session,
-    /// The session, or only the request.
-    SessionOrRequest,
-}
-
 /// A field of the Dynamo API.
 #[derive(Debug, Default)]
 pub struct Nvext<'a> {
@@ -93,24 +92,6 @@ impl<'a> Nvext<'a> {
     }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SessionIntent {
-    pub key: SessionKey,
-    /// `None` if the client named the session on purpose.
-    pub hint: Option<HintKind>,
-    /// Whether the engine must keep the session's KV, by a pin or a tag.
-    pub is_kept_required: bool,
-    /// For the session's first turn. `None` lets the agent choose.
-    pub retention: Option<Retention>,
-    pub is_delta: bool,
-    pub opens_session: bool,
-    pub closes_session: bool,
-    /// The router only sends the session's turns to the same worker. The agent knows no session.
-    pub is_placement_only: bool,
-    /// Time without a turn after which the session closes.
-    pub idle_ms_max: Option<u64>,
-}
-
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Turn {
     pub session: Option<SessionIntent>,
@@ -130,16 +111,29 @@ pub struct Turn {
     pub body_bytes: u64,
     /// The turn's prompts times the answers to each.
     pub sequences: u32,
+    pub has_several_answers: bool,
+    /// Whether the answer is made after the response has ended.
+    pub is_background: bool,
     pub wants_stream: bool,
     pub names: TurnNames,
     /// The stored response that the turn continues.
     pub previous_response: Option<String>,
-    /// Index of the agent whose engine has that response. Only that engine can run the turn.
-    pub response_agent: Option<usize>,
+    /// The agent whose engine has that response. Only that engine can run the turn.
+    pub response_agent: Option<AgentKey>,
     pub pairs: PairUse,
     /// Whether the answer needs log probabilities of the prompt, which only a pair's prefill engine
     /// has.
     pub merges_logprobs: bool,
+}
+
+impl Turn {
+    /// Whether running the turn twice changes no more than running it once. A delta would be
+    /// appended twice, and what opens or closes a session has changed it.
+    #[must_use]
+    pub fn is_idempotent(&self) -> bool {
+        let changes = |it: &SessionIntent| it.is_delta || it.opens_session || it.closes_session;
+        !self.session.as_ref().is_some_and(changes)
+    }
 }
 
 /// Returns the session that the headers surely name, so that the router can check it before it
@@ -173,11 +167,12 @@ pub fn read(
     principal: &str,
 ) -> Result<Turn, Error> {
     let object = Object::parse(body)?;
-    read_object(names, headers, &object, &Nvext::read(&object)?, principal)
+    read_session(names, headers, &object, &Nvext::read(&object)?, principal)
 }
 
-/// `nvext` is that of `object`.
-pub fn read_object(
+/// Returns what concerns the session; the stage `read` sets the other fields. `nvext` is that of
+/// `object`.
+pub fn read_session(
     names: &SessionHeaders,
     headers: &HeaderMap,
     object: &Object<'_>,

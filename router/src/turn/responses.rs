@@ -18,25 +18,30 @@ use service::{
 };
 
 use super::{
-    decide,
     error::{Error, NoAnswer},
+    placer::assignment::is_on_this_host,
     request::Turn,
     shared::Shared,
-    target::is_on_this_host,
     upstream::SendError,
 };
-use crate::{fleet::snapshot::Snapshot, placement::NoWorker};
+use crate::{
+    fleet::{agent::Agent, snapshot::Snapshot, worker::AgentKey},
+    placement::NoWorker,
+    sessions::check,
+};
 
 /// In characters.
 const ID_SHOWN_MAX: usize = 100;
 
-pub(crate) fn find_agent(view: &Snapshot, id: &str, principal: &str) -> Result<usize, Error> {
+pub(crate) fn find_agent(view: &Snapshot, id: &str, principal: &str) -> Result<AgentKey, Error> {
     let rid = TurnRid::parse_response(id).filter(|rid| rid.is_owned_by(principal));
-    let is_named = |rid: &TurnRid<'_>, index: usize| {
-        let facts = view.agents[index].facts.as_ref();
+    let is_named = |rid: &TurnRid<'_>, agent: &Agent| {
+        let facts = agent.facts.as_ref();
         facts.is_some_and(|facts| rid.names_agent(&facts.description.agent_id))
     };
-    let agent = rid.and_then(|rid| (0..view.agents.len()).find(|&index| is_named(&rid, index)));
+    let mut agents = view.known_agents();
+    let agent = rid.and_then(|rid| agents.find(|(_, agent)| is_named(&rid, agent)));
+    let agent = agent.map(|(key, _)| key);
     agent.ok_or_else(|| Error::UnknownResponse { id: id.chars().take(ID_SHOWN_MAX).collect() })
 }
 
@@ -69,8 +74,9 @@ pub(crate) async fn ask_engine(
 ) -> Result<Response, Error> {
     let view = shared.directory.settled_view().await;
     let agent = find_agent(&view, id, principal)?;
-    let facts = view.agents[agent].facts.as_ref().filter(|_| view.agents[agent].is_up());
-    let facts = facts.ok_or(decide::Error::NoWorker(NoWorker::Unusable))?;
+    let known = view.agent_with(agent);
+    let facts = known.facts.as_ref().filter(|_| known.is_up());
+    let facts = facts.ok_or(check::Error::NoWorker(NoWorker::Unusable))?;
     strip_request(&mut headers);
     if !is_on_this_host(&facts.data_authority) {
         credential::remove(&mut headers);
@@ -79,7 +85,7 @@ pub(crate) async fn ask_engine(
     *request.method_mut() = method;
     *request.uri_mut() = facts.data_uri(path);
     *request.headers_mut() = headers;
-    let worker = view.agents[agent].name().to_owned();
+    let worker = known.name().to_owned();
     let answer = shared.upstream.send(agent, request, now() + shared.turn_max).await;
     let answer = answer.map_err(|error| match error {
         SendError::Late => NoAnswer::TimedOut,

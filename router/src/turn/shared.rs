@@ -3,22 +3,16 @@
 //! Each part owns its state. All locks are leaves: no lock is taken while another one is held, and
 //! none is held across an await.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
+use contract::id::TurnId;
 use parking_lot::Mutex;
-use service::{running_turns::RunningTurns, tasks::Tasks, traces::Traces};
+use service::{abortable_turns::AbortableTurns, tasks::Tasks, traces::Traces};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    access_log::AccessLog, body::Bodies, directory::SessionDirectory, ended::RecentTurns,
-    model_names::ModelNames, placer::Placer, session_names::SessionHeaders,
-    sessions::SessionService, upstream::UpstreamClient,
+    access_log::AccessLog, body::Bodies, ended::RecentTurns, model_names::ModelNames,
+    placer::Placer, session_names::SessionHeaders, upstream::UpstreamClient,
 };
 use crate::{
     auth::Authenticator,
@@ -26,28 +20,9 @@ use crate::{
     discovery::announce::Announcements,
     metrics::Metrics,
     residency::{block_locator::BlockLocator, kv_index::KvIndex},
+    sessions::{directory::SessionDirectory, lifecycle::Lifecycle},
     shares::Shares,
 };
-
-/// Known once the turn's body was read. Clones share the flags.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct TurnFlags(Arc<[AtomicBool; 2]>);
-
-impl TurnFlags {
-    pub(crate) fn set(&self, wants_stream: bool, is_idempotent: bool) {
-        let [stream, idempotent] = &*self.0;
-        stream.store(wants_stream, Ordering::Relaxed);
-        idempotent.store(is_idempotent, Ordering::Relaxed);
-    }
-
-    pub(crate) fn wants_stream(&self) -> bool {
-        self.0[0].load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn is_idempotent(&self) -> bool {
-        self.0[1].load(Ordering::Relaxed)
-    }
-}
 
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -56,15 +31,15 @@ pub(crate) struct Shared {
     pub(crate) block_locator: Arc<BlockLocator>,
     pub(crate) directory: Arc<SessionDirectory>,
     pub(crate) placer: Placer,
-    pub(crate) sessions: Arc<SessionService>,
+    pub(crate) sessions: Arc<Lifecycle>,
     pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) metrics: Arc<Metrics>,
     /// Locked for microseconds.
     pub(crate) recent_turns: Arc<Mutex<RecentTurns>>,
     /// Random. Places in lists of recent turns and placements mean nothing in another process.
     pub(crate) process_id: u32,
-    /// Turns that clients can abort here, because no agent has them yet.
-    pub(crate) unsent_turns: RunningTurns<()>,
+    /// Turns that no agent may have yet: an abort ends them here, or when they arrive there.
+    pub(crate) unanswered_turns: AbortableTurns<TurnId>,
     pub(crate) shares: Arc<Shares>,
     pub(crate) bodies: Bodies,
     pub(crate) turn_max: Duration,

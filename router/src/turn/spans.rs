@@ -1,4 +1,4 @@
-//! Says what the spans of a turn tell: its route, its placement and its end.
+//! Sets the attributes of a turn's spans: its route, its placement and its end.
 //!
 //! No attribute has a part of a prompt or an answer, a client's id or a key: a session appears as
 //! its digest.
@@ -20,7 +20,8 @@ use crate::metrics::TurnOutcome;
 const STATUS: &str = "http.response.status_code";
 pub(super) const WORKER: &str = "berth.worker";
 
-/// Begins the turn's first span, and leaves it with the request. Other routes have none.
+/// Begins a turn's first span, and leaves it in the request's extensions. Routes that aren't turns
+/// get none.
 pub(crate) fn begin(traces: &Traces, parts: &mut Parts, route: Route) -> Trace {
     if !route.kind.is_turn() {
         return Trace::default();

@@ -3,11 +3,13 @@
 //! It retries nothing, and gives up requests to agents that `liveness` has found silent.
 
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use arc_swap::ArcSwapOption;
 use bytes::Bytes;
 use contract::{claim, proof};
 use http::{Request, Response, StatusCode, Uri, uri::PathAndQuery};
@@ -23,12 +25,17 @@ use service::{
     proof::{connection::ProvenConnector, router::Signer},
     tls::{Protocol, client::Connector},
 };
-use tokio::sync::mpsc;
 
-use super::pulses::Pulses;
 use crate::{
     config::AGENTS_MAX,
-    fleet::{agent::Facts, dial::AgentCredentials, state::Update, worker::WorkerRef},
+    fleet::{
+        agent::Facts,
+        by_slot::BySlot,
+        dial::AgentCredentials,
+        state::Update,
+        view::UpdateSender,
+        worker::{AgentKey, WorkerRef},
+    },
 };
 
 /// Agents close idle connections after 75 s by default, and never before 15 s. With a lower limit,
@@ -40,6 +47,10 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 const UNACKNOWLEDGED_MAX: Duration = Duration::from_secs(20);
 /// A busy engine runs about as many turns.
 const IDLE_CONNECTIONS_PER_AGENT_MAX: usize = 256;
+
+/// How often turns look whether their agent is silent. Also the least time between two probes of a
+/// quiet agent.
+pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) enum SendError {
@@ -66,10 +77,11 @@ pub(crate) struct UpstreamConnections {
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
     client: Client<ProvenConnector, Full<Bytes>>,
-    /// By the agents' slots. Nothing signs without a token.
-    signers: Vec<ArcSwapOption<Signer>>,
-    /// Tells the view task that a turn couldn't reach an agent: index, update and its time.
-    update_sender: mpsc::Sender<(usize, Update, Instant)>,
+    /// Nothing signs without a token. An entry stays until the slot's next agent has one: turns may
+    /// still go to an agent that has left.
+    signers: BySlot<Arc<Signer>>,
+    /// Tells the view task that a turn couldn't reach an agent.
+    update_sender: UpdateSender,
     pulses: Arc<Pulses>,
 }
 
@@ -78,7 +90,7 @@ impl UpstreamClient {
     pub(crate) fn new(
         connections: UpstreamConnections,
         pulses: Arc<Pulses>,
-        update_sender: mpsc::Sender<(usize, Update, Instant)>,
+        update_sender: UpdateSender,
     ) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(connections.connect_max));
@@ -97,14 +109,13 @@ impl UpstreamClient {
             .pool_max_idle_per_host(idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX))
             .pool_timer(TokioTimer::new())
             .build(connector);
-        let signers = (0..AGENTS_MAX).map(|_| ArcSwapOption::empty()).collect();
-        Self { client, signers, update_sender, pulses }
+        Self { client, signers: BySlot::new(), update_sender, pulses }
     }
 
     /// Waits for the head of the answer, until `deadline` or until the agent is found silent.
     pub(super) async fn send(
         &self,
-        agent: usize,
+        agent: AgentKey,
         request: Request<Full<Bytes>>,
         deadline: Instant,
     ) -> Result<Response<Incoming>, SendError> {
@@ -150,10 +161,10 @@ impl UpstreamClient {
     /// itself, and sends the request again.
     async fn send_signed(
         &self,
-        agent: usize,
+        agent: AgentKey,
         mut request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, Error> {
-        let Some(signer) = self.signers[agent].load_full() else {
+        let Some(signer) = self.signers.get(agent) else {
             return self.client.request(request).await;
         };
         let unsigned = request.clone();
@@ -186,8 +197,8 @@ impl UpstreamClient {
         answer.is_ok_and(|answer| signer.accept_again(&hello, answer.headers()).is_ok())
     }
 
-    pub(crate) fn set_signer(&self, agent: usize, signer: Option<Arc<Signer>>) {
-        self.signers[agent].store(signer);
+    pub(crate) fn set_signer(&self, agent: AgentKey, signer: Option<Arc<Signer>>) {
+        self.signers.set(agent, signer);
     }
 
     pub(crate) fn pulses(&self) -> &Arc<Pulses> {
@@ -201,6 +212,37 @@ impl UpstreamClient {
     }
 }
 
+/// Which agents are silent: their process or host has stopped answering. `liveness` writes it;
+/// requests and answers look once in a while, and end. By the agents' slots: the stamp of the
+/// agent there that is silent, or 0.
+#[derive(Debug)]
+pub(crate) struct Pulses(Vec<AtomicU64>);
+
+impl Pulses {
+    pub(crate) fn new() -> Self {
+        Self((0..AGENTS_MAX).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    pub(super) fn is_silent(&self, agent: AgentKey) -> bool {
+        self.0[agent.slot()].load(Ordering::Relaxed) == agent.stamp()
+    }
+
+    pub(super) async fn wait_until_silent(&self, agent: AgentKey) {
+        loop {
+            tokio::time::sleep(CHECK_INTERVAL).await;
+            if self.is_silent(agent) {
+                return;
+            }
+        }
+    }
+
+    /// Returns whether the agent was silent before.
+    pub(crate) fn set_silent(&self, agent: AgentKey, is_silent: bool) -> bool {
+        let stamp = if is_silent { agent.stamp() } else { 0 };
+        self.0[agent.slot()].swap(stamp, Ordering::Relaxed) == agent.stamp()
+    }
+}
+
 fn sign(signer: &Signer, request: &mut Request<Full<Bytes>>) {
     let (method, uri) = (request.method().clone(), request.uri().clone());
     signer.sign(&method, &uri, request.headers_mut());
@@ -210,4 +252,22 @@ pub(super) fn is_refused_as_stranger(response: &Response<Incoming>) -> bool {
     let code = response.headers().get(claim::REFUSAL);
     response.status() == StatusCode::UNAUTHORIZED
         && code.is_some_and(|code| code == claim::NOT_A_ROUTER)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::testing::{fleet, replace_agent, start};
+
+    #[test]
+    fn the_next_agent_of_a_slot_is_not_silent_because_the_one_before_was() {
+        let mut state = fleet(&[(0, 0)], start());
+        let (pulses, old) = (Pulses::new(), AgentKey::first(0));
+        assert!(!pulses.set_silent(old, true) && pulses.is_silent(old));
+        let new = replace_agent(&mut state, old, start());
+        assert!(pulses.is_silent(old) && !pulses.is_silent(new));
+        assert!(!pulses.set_silent(new, false));
+        assert!(!pulses.set_silent(new, true) && !pulses.is_silent(old));
+        assert!(pulses.set_silent(new, false) && !pulses.is_silent(new));
+    }
 }

@@ -9,7 +9,7 @@
 use super::{
     kv::event::KvEvent,
     pool::PagePool,
-    radix::{NodeId, ROOT, Radix},
+    radix::{Match, NodeId, ROOT, Radix, order::EvictionOrder},
     request::{EngineStep, Finish, Output, Req, ReqKey, RequestKind, SessionRef, Space, Submit},
     session::Session,
 };
@@ -25,6 +25,10 @@ mod model;
 mod ratio;
 mod schedule;
 
+pub use super::radix::{
+    HostFacts, WritePolicy,
+    order::{EvictionPolicy, TlruConfig},
+};
 pub use audit::{Gauges, PoolFacts, SessionFacts};
 pub use model::is_model_answer;
 use ratio::NewTokenRatio;
@@ -82,9 +86,26 @@ pub struct CoreConfig {
     /// Keeps no KV of requests that have ended.
     #[arg(long)]
     pub disable_radix_cache: bool,
+    /// Which KV is evicted first.
+    #[arg(long, value_enum, default_value = "lru")]
+    pub radix_eviction_policy: EvictionPolicy,
+    /// The settings of `tlru`, as JSON.
+    #[arg(long, default_value = "{}", value_parser = tlru_config)]
+    pub radix_eviction_policy_config: TlruConfig,
     /// Records the radix tree's changes as KV events.
     #[arg(skip)]
     pub kv_events: bool,
+    /// Keeps copies of KV in the host's memory.
+    #[arg(long = "enable-hierarchical-cache", alias = "enable-hicache")]
+    pub has_host_tier: bool,
+    /// The size of the host tier, as a multiple of the pool.
+    #[arg(long, default_value_t = 2.0)]
+    pub hicache_ratio: f64,
+    #[arg(long, value_enum, default_value = "write_through")]
+    pub hicache_write_policy: WritePolicy,
+    /// How fast KV is loaded from the host, beside the prefill of other tokens.
+    #[arg(long, default_value_t = 1_000_000.0)]
+    pub host_load_tokens_per_s: f64,
 }
 
 impl Default for CoreConfig {
@@ -94,6 +115,10 @@ impl Default for CoreConfig {
         let config = Self::from_arg_matches(&matches).expect("all have defaults");
         CoreConfig { streaming_sessions: true, ..config }
     }
+}
+
+fn tlru_config(json: &str) -> Result<TlruConfig, String> {
+    serde_json::from_str(json).map_err(|error| error.to_string())
 }
 
 /// Converts SGLang's factor to the share, in thousandths, that admission reserves: 70 % of the
@@ -108,6 +133,19 @@ impl CoreConfig {
     /// Returns the pool's size in tokens, rounded down to whole pages.
     pub fn total_tokens(&self) -> usize {
         self.max_total_tokens / self.page_size * self.page_size
+    }
+
+    /// Returns the size of the host tier in pages. SGLang adds a page.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "as SGLang rounds it"
+    )]
+    fn host_pages(&self) -> u32 {
+        let tokens = (self.total_tokens() as f64 * self.hicache_ratio) as u64;
+        let pages = tokens / self.page_size as u64 + 1;
+        u32::try_from(pages).expect("a tier has fewer than 2^32 pages")
     }
 
     fn max_req_len(&self) -> usize {
@@ -129,6 +167,11 @@ struct Row {
     /// The number of leading tokens that lie in the radix tree, locked by this row.
     protected: usize,
     lock: NodeId,
+    /// The number of leading tokens that this row's request has inserted into the tree.
+    inserted: usize,
+    /// The priority of the request that has the row.
+    priority: i64,
+    space: Space,
 }
 
 /// The scheduler and caches of one rank.
@@ -137,6 +180,9 @@ pub struct Core {
     config: CoreConfig,
     pool: PagePool,
     tree: Radix,
+    /// The KV of the host tier, by the tree's pages there. Without a tier it has one page.
+    host_pool: PagePool,
+    host_loads: HostFacts,
     rows: Vec<Option<Row>>,
     free_rows: Vec<usize>,
     sessions: BTreeMap<String, Session>,
@@ -172,7 +218,23 @@ impl Core {
         let rows = config.max_running_requests;
         Core {
             pool: PagePool::new(pages, config.page_size),
-            tree: Radix::new(config.page_size, config.kv_events),
+            tree: {
+                let tree =
+                    Radix::new(config.page_size, config.kv_events).with_order(EvictionOrder {
+                        policy: config.radix_eviction_policy,
+                        tlru: config.radix_eviction_policy_config,
+                    });
+                if config.has_host_tier {
+                    tree.with_host(config.hicache_write_policy, config.host_pages())
+                } else {
+                    tree
+                }
+            },
+            host_pool: PagePool::new(
+                if config.has_host_tier { config.host_pages() } else { 0 },
+                config.page_size,
+            ),
+            host_loads: HostFacts::default(),
             rows: vec![None; rows],
             free_rows: (0..rows).rev().collect(),
             sessions: BTreeMap::new(),
@@ -232,16 +294,23 @@ impl Core {
         self.try_close(id);
     }
 
-    /// Releases an idle session's row and KV and keeps its history, as the shim does. Unlike the
-    /// shim, this drops the private KV instead of moving it to the tree. Returns false if the
-    /// session is unknown, has an accepted turn or is closing.
+    /// Moves an idle session's KV into the tree and frees its row, as the shim does. Returns false
+    /// if the session is unknown, has an accepted turn or is closing.
     pub fn demote(&mut self, id: &str) -> bool {
         let busy = |session: &Session| session.inflight || session.close_on_finish;
-        let idle = self.sessions.get(id).is_some_and(|session| !busy(session));
-        if idle {
+        let Some(session) = self.sessions.get(id).filter(|session| !busy(session)) else {
+            return false;
+        };
+        if let Some(&row) = self.slots.get(id) {
+            let history = session.history();
+            let record = self.rows[row].as_ref().expect("a slot's row has a record");
+            let kept = record.committed.min(history.len());
+            let space = record.space.clone();
+            self.cache_tokens(row, &history[..kept], &space, None, None, true);
             self.release_slot(id);
+            self.sessions.get_mut(id).expect("found above").demoted_to = Some(space);
         }
-        idle
+        true
     }
 
     /// Ends a tag's life: requests that began in this life no longer tag their KV.
@@ -272,7 +341,7 @@ impl Core {
     pub fn submit(&mut self, now: Duration, submit: Submit) -> ReqKey {
         let key = self.next_key;
         self.next_key += 1;
-        let Submit { rid, input_ids, sampling, session, space, given, .. } = submit;
+        let Submit { rid, input_ids, sampling, session, space, given, priority, .. } = submit;
         let session_id = match &session {
             SessionRef::Tagged(id) => Some(id.clone()),
             SessionRef::None | SessionRef::Controller(_) => None,
@@ -307,10 +376,12 @@ impl Core {
             max_new,
             kind,
             space,
+            priority,
             session_id,
             row: None,
             seq: 0,
             cached: 0,
+            from_host: 0,
             publishes: true,
             refused,
             given,
@@ -399,6 +470,7 @@ impl Core {
             return None;
         }
         self.reap(now);
+        self.tree.end_copies();
         let batch = self.schedule();
         if batch.is_empty() && self.running.is_empty() {
             if self.reqs.is_empty() {

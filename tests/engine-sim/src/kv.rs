@@ -12,7 +12,7 @@ pub(super) mod publisher;
 mod wire;
 mod zmtp;
 
-pub use event::{KvEvent, Stored};
+pub use event::{KvEvent, Medium, Stored};
 pub use publisher::Fault;
 
 /// The engine's `--kv-events-config`, with the engine's key names. Keys that only a real message

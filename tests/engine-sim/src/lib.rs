@@ -68,6 +68,11 @@ pub struct Config {
     /// Says that the hierarchical cache has this storage back end; the simulator stores nothing.
     #[arg(long)]
     pub hicache_storage_backend: Option<String>,
+    /// How the engine copies KV to the host, which makes no difference here. So for the next one.
+    #[arg(long)]
+    pub hicache_io_backend: Option<String>,
+    #[arg(long)]
+    pub hicache_mem_layout: Option<String>,
     /// Loads, unloads and lists LoRA adapters; answers ignore them.
     #[arg(long)]
     pub enable_lora: bool,
@@ -267,6 +272,17 @@ impl EngineSim {
     /// engine has ended.
     pub async fn demote(&self, rank: usize, id: &str) -> Option<bool> {
         self.app.handle.demote(rank, id.to_owned()).await
+    }
+
+    /// Loads a session's KV from the host on one rank. Returns the tokens or the shim's refusal;
+    /// `None` if the engine has ended.
+    pub async fn prefetch(
+        &self,
+        rank: usize,
+        id: &str,
+        tokens_max: usize,
+    ) -> Option<Result<usize, &'static str>> {
+        self.app.handle.prefetch(rank, id.to_owned(), tokens_max).await
     }
 
     /// Checks a rank's invariants and returns its exact account; `None` if the engine has ended.

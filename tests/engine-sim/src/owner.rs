@@ -31,6 +31,7 @@ pub(super) struct Progress {
     pub(super) finish: Option<Finish>,
     pub(super) prompt_tokens: usize,
     pub(super) cached_tokens: usize,
+    pub(super) host_tokens: usize,
     pub(super) retractions: u32,
     pub(super) rank: usize,
     pub(super) first_token: Option<Instant>,
@@ -81,6 +82,7 @@ enum Command {
     Open(OpenSession, oneshot::Sender<bool>),
     Close(String),
     Demote(usize, String, oneshot::Sender<bool>),
+    Prefetch(usize, (String, usize), oneshot::Sender<Result<usize, &'static str>>),
     Abort { rid: String, all: bool },
     Flush(mpsc::Sender<bool>),
     SlowDown(Duration),
@@ -216,6 +218,16 @@ impl EngineHandle {
     /// Demotes a session on one rank; `None` if the engine has ended.
     pub(super) async fn demote(&self, rank: usize, id: String) -> Option<bool> {
         self.ask(|reply| Command::Demote(rank, id, reply)).await
+    }
+
+    /// Loads a session's KV on one rank; `None` if the engine has ended.
+    pub(super) async fn prefetch(
+        &self,
+        rank: usize,
+        id: String,
+        tokens_max: usize,
+    ) -> Option<Result<usize, &'static str>> {
+        self.ask(|reply| Command::Prefetch(rank, (id, tokens_max), reply)).await
     }
 
     pub(super) async fn facts(&self, rank: usize) -> Option<PoolFacts> {
@@ -356,6 +368,11 @@ impl Owner {
             Command::Demote(rank, id, reply) => {
                 if let Some(rank) = self.ranks.get_mut(rank) {
                     rank.push(RankCommand::Demote(id, reply));
+                }
+            }
+            Command::Prefetch(rank, session, reply) => {
+                if let Some(rank) = self.ranks.get_mut(rank) {
+                    rank.push(RankCommand::Prefetch(session, reply));
                 }
             }
             Command::Abort { rid, all } => {

@@ -59,6 +59,17 @@ impl PagePool {
         debug_assert!(self.free.len() <= self.pages(), "more pages freed than exist");
     }
 
+    /// Copies a page with its KV from another pool.
+    pub(super) fn copy_page(&mut self, from: &PagePool, page: u32, to: u32) {
+        let slots = |page: u32| {
+            let first = page as usize * self.page_size;
+            first..first + self.page_size
+        };
+        let (source, target) = (slots(page), slots(to));
+        self.slots[target].copy_from_slice(&from.slots[source]);
+        self.digests[to as usize] = from.digests[page as usize];
+    }
+
     /// Writes the KV of `token` at position `at` of the row made of `pages`.
     pub(super) fn write(&mut self, pages: &[u32], at: usize, token: u32) {
         let page = pages[at / self.page_size] as usize;

@@ -59,6 +59,8 @@ pub struct Submit {
     pub sampling: Sampling,
     pub session: SessionRef,
     pub space: Space,
+    /// How much its KV is worth, for the eviction policy `priority`.
+    pub priority: i64,
     /// How the engine finds the other engine of its pair.
     pub bootstrap: Option<Bootstrap>,
     /// The prompt's KV comes from another engine, which had this many tokens of it cached.
@@ -118,6 +120,8 @@ pub struct Output {
     pub finish: Option<Finish>,
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
+    /// The part of `cached_tokens` that was loaded from the host.
+    pub host_tokens: usize,
     pub retractions: u32,
 }
 
@@ -156,12 +160,14 @@ pub(super) struct Req {
     pub(super) max_new: usize,
     pub(super) kind: RequestKind,
     pub(super) space: Space,
+    pub(super) priority: i64,
     /// The top-level `session_id`, even if it doesn't tag the KV.
     pub(super) session_id: Option<String>,
     pub(super) row: Option<usize>,
     /// The number of tokens whose KV this request has computed or borrowed.
     pub(super) seq: usize,
     pub(super) cached: usize,
+    pub(super) from_host: usize,
     /// Whether the prompt is shared through the tree: true for a first turn; later turns are
     /// private.
     pub(super) publishes: bool,

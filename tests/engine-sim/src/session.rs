@@ -4,7 +4,7 @@
 //! session and not to a turn, so a turn that clears the flag clears it for all turns.
 
 use super::{
-    request::{Finish, SessionParams},
+    request::{Finish, SessionParams, Space},
     tokenizer::BOS,
 };
 use std::{collections::BTreeMap, time::Duration};
@@ -35,6 +35,8 @@ pub(super) struct Session {
     committed_len: usize,
     last_output: Vec<u32>,
     turns: BTreeMap<String, Turn>,
+    /// Where in the tree its history is, since it was demoted.
+    pub(super) demoted_to: Option<Space>,
 }
 
 impl Session {
@@ -50,12 +52,18 @@ impl Session {
             committed_len: 0,
             last_output: Vec::new(),
             turns: BTreeMap::new(),
+            demoted_to: None,
         }
     }
 
     /// Returns the number of tokens in the last successful turn, output included.
     pub(super) fn history_len(&self) -> usize {
         self.committed_len + self.last_output.len()
+    }
+
+    /// Returns the tokens of the last successful turn, output included.
+    pub(super) fn history(&self) -> Vec<u32> {
+        [&self.origin[..self.committed_len], &self.last_output].concat()
     }
 
     /// Returns the length of the newest turn's prompt, which every running turn of the session

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use service::tasks::Tasks;
 use tokio::net::UnixStream;
-use worker_agent::shim::codec::VERSION;
+use worker_agent::shim::{HostFacts, RankFacts, codec::VERSION};
 
 use crate::{
     EngineSim,
@@ -113,8 +113,13 @@ async fn serve(
         let read = std::iter::from_fn(|| take_command(&mut commands));
         requests.extend(read.filter_map(|command| read_request(&command)));
         facts = engine.pool(0).await.ok_or_else(gone)?;
-        for (name, number, id) in requests.drain(..requests.len().min(REQUESTS_MAX)) {
-            events.push(if name == "Demote" {
+        for request in requests.drain(..requests.len().min(REQUESTS_MAX)) {
+            let Request { name, number, id, tokens_max } = request;
+            events.push(if name == "Prefetch" {
+                let loaded = engine.prefetch(0, &id, tokens_max).await.ok_or_else(gone)?;
+                facts = engine.pool(0).await.ok_or_else(gone)?;
+                json!(["Prefetched", number, id, loaded.unwrap_or(0), loaded.err()])
+            } else if name == "Demote" {
                 let is_demoted = engine.demote(0, &id).await.ok_or_else(gone)?;
                 facts = engine.pool(0).await.ok_or_else(gone)?;
                 let refusal = (!is_demoted).then_some("busy");
@@ -134,9 +139,20 @@ fn take_command(read: &mut Vec<u8>) -> Option<Vec<u8>> {
     (read.len() >= end).then(|| read.drain(..end).skip(5).collect())
 }
 
-/// Returns the name, the number and the session of a command that is a request about a session.
-fn read_request(command: &[u8]) -> Option<(String, u64, String)> {
-    rmp_serde::from_slice(command).ok()
+/// A command that is a request about a session.
+struct Request {
+    name: String,
+    number: u64,
+    id: String,
+    tokens_max: usize,
+}
+
+fn read_request(command: &[u8]) -> Option<Request> {
+    let prefetch = || rmp_serde::from_slice::<(String, u64, String, usize)>(command);
+    let other = || rmp_serde::from_slice::<(String, u64, String)>(command);
+    let (name, number, id, tokens_max) =
+        prefetch().or_else(|_| other().map(|(name, number, id)| (name, number, id, 0))).ok()?;
+    Some(Request { name, number, id, tokens_max })
 }
 
 async fn send(stream: &UnixStream, mut frame: &[u8]) -> io::Result<()> {
@@ -187,24 +203,37 @@ fn updates(
     weight_changes: u64,
     events: &[Value],
 ) -> Vec<Vec<u8>> {
-    let figures = (
-        facts.total,
-        facts.available,
-        facts.evictable,
-        facts.protected,
-        facts.session_held,
-        facts.uncached,
-        facts.rows,
-        facts.free_rows,
-        facts.running,
-        facts.waiting,
-        0,
-        0,
-        0,
-        0,
+    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let figures = RankFacts {
+        dp_rank: 0,
+        read_at: service::clock::now(),
+        pool_tokens: facts.total as u64,
+        available_tokens: facts.available as u64,
+        evictable_tokens: facts.evictable as u64,
+        protected_tokens: facts.protected as u64,
+        held_tokens: facts.session_held as u64,
+        uncached_tokens: facts.uncached as u64,
+        rows_total: count(facts.rows),
+        rows_free: count(facts.free_rows),
+        running: count(facts.running),
+        waiting: count(facts.waiting),
+        events_lost: 0,
+        recounts: 0,
+        samples: 0,
+        samples_ns: 0,
         weight_changes,
-        false,
-    );
+        has_old_kv: false,
+        host: facts.host.map(|host| HostFacts {
+            total_tokens: host.total as u64,
+            used_tokens: host.used as u64,
+            evictable_tokens: host.evictable as u64,
+            // Copies end within a step here.
+            loading_tokens: 0,
+            writing_tokens: 0,
+            loaded_tokens: host.loaded as u64,
+            loads_us: host.load_us,
+        }),
+    };
     let streaming = facts.sessions.iter().filter(|session| session.streaming);
     let sessions: Vec<_> = streaming.map(session_facts).collect();
     let mut parts: Vec<&[SessionTuple<'_>]> = sessions.chunks(FRAME_SESSIONS_MAX).collect();

@@ -10,7 +10,7 @@ use contract::{
 use libfuzzer_sys::fuzz_target;
 use worker_agent::{
     data_port::request::{BodyContext, parse},
-    session::{Turn, TurnSession},
+    session::{PlannedTurn, TurnSession},
 };
 
 fuzz_target!(|input: &[u8]| {
@@ -28,7 +28,7 @@ fuzz_target!(|input: &[u8]| {
     let body = Bytes::copy_from_slice(body);
     let Ok(request) = parse(&context, &body) else { return };
     if !kind.has_json_body() {
-        let turn = Turn {
+        let turn = PlannedTurn {
             session: None,
             dp_rank: 3,
             growth_tokens_max: None,
@@ -44,8 +44,13 @@ fuzz_target!(|input: &[u8]| {
         retention,
         trim: None,
     });
-    let turn =
-        Turn { session, dp_rank: 3, growth_tokens_max: None, weights_epoch: 0, run_mode: None };
+    let turn = PlannedTurn {
+        session,
+        dp_rank: 3,
+        growth_tokens_max: None,
+        weights_epoch: 0,
+        run_mode: None,
+    };
     let rewritten = request.engine_body(&body, &turn, "R").concat();
     let object = Object::parse(&rewritten).expect("a rewritten body is a JSON object");
     let client = Object::parse(&body).expect("it was taken");

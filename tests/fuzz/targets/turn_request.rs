@@ -1,9 +1,12 @@
-//! Fuzzes what the router reads of a request, and the headers between router and agent.
+//! Fuzzes what the router reads of a request, and the envelope between router and agent.
 //!
 //! The input is lines of headers, `name: value`, then an empty line and the body.
 #![no_main]
 
-use contract::claim::{self, Claim};
+use contract::{
+    claim::Claim,
+    envelope::{TRUSTED, TurnEnvelope},
+};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use libfuzzer_sys::fuzz_target;
 use router::turn::{request, session_names::SessionHeaders};
@@ -11,13 +14,9 @@ use service::headers::strip_request;
 
 fuzz_target!(|input: &[u8]| {
     let (mut headers, body) = split(input);
-    if let Ok(Some((claim, key))) = Claim::from_headers(&headers) {
-        let mut again = HeaderMap::new();
-        claim.write_to(&mut again);
-        let (same, same_key) = Claim::from_headers(&again).expect("valid").expect("present");
-        assert_eq!((same, same_key), (claim, key), "a claim doesn't survive its header");
+    if let Ok(envelope) = TurnEnvelope::read(&headers) {
+        assert_eq!(through_header(&envelope), envelope, "an envelope doesn't survive its header");
     }
-    drop((claim::rank(&headers), claim::resident_tokens(&headers)));
     let names = SessionHeaders::default();
     if let Ok(turn) = request::read(&names, &headers, body, "p")
         && let Some(session) = turn.session
@@ -25,13 +24,23 @@ fuzz_target!(|input: &[u8]| {
         assert_eq!(session.key.principal(), "p", "a client chose its principal");
         assert!((1..=256).contains(&session.key.id().len()));
         // Every session that a router takes can be claimed at an agent.
-        Claim::for_session(&session.key).write_to(&mut HeaderMap::new());
+        through_header(&TurnEnvelope {
+            principal: "p".into(),
+            session: Some(Claim::for_session(&session.key)),
+            ..TurnEnvelope::default()
+        });
     }
     strip_request(&mut headers);
-    for name in claim::TRUSTED {
+    for name in TRUSTED {
         assert!(!headers.contains_key(name), "a client may not say what a router says");
     }
 });
+
+fn through_header(envelope: &TurnEnvelope) -> TurnEnvelope {
+    let mut headers = HeaderMap::new();
+    envelope.write(&mut headers);
+    TurnEnvelope::read(&headers).expect("it is valid and fits")
+}
 
 fn split(mut input: &[u8]) -> (HeaderMap, &[u8]) {
     let mut headers = HeaderMap::new();

@@ -4,6 +4,7 @@ pub mod berth;
 pub mod cases;
 pub mod certificates;
 pub mod cluster;
+pub mod envelope;
 pub mod fleet;
 pub mod keys;
 pub mod nvml;

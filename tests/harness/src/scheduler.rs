@@ -10,7 +10,7 @@ use std::{
 };
 
 use serde::Serialize;
-use worker_agent::shim::codec::VERSION;
+use worker_agent::shim::{RankFacts, codec::VERSION};
 
 /// The process: sends the frames of its last argument, with its own pid for [`PID_PLACEHOLDER`],
 /// prints its pid, and ends with its standard input.
@@ -134,10 +134,27 @@ fn hello(dp_rank: u32, pool_tokens: u64) -> Vec<u8> {
 /// Returns an update with these figures and no session.
 fn update(pool: PoolTokens) -> Vec<u8> {
     let PoolTokens { total, available, evictable, protected } = pool;
-    let held = total - available - evictable - protected;
-    let has_old_kv = false;
-    let facts =
-        (total, available, evictable, protected, held, 0, 8, 8, 0, 0, 0, 0, 0, 0, 0, has_old_kv);
+    let facts = RankFacts {
+        dp_rank: 0,
+        read_at: service::clock::now(),
+        pool_tokens: total,
+        available_tokens: available,
+        evictable_tokens: evictable,
+        protected_tokens: protected,
+        held_tokens: total - available - evictable - protected,
+        uncached_tokens: 0,
+        rows_total: 8,
+        rows_free: 8,
+        running: 0,
+        waiting: 0,
+        events_lost: 0,
+        recounts: 0,
+        samples: 0,
+        samples_ns: 0,
+        weight_changes: 0,
+        has_old_kv: false,
+        host: None,
+    };
     let (seq, begins_table, ends_table, empty) = (0, true, true, [0; 0]);
     frame(&("Update", seq, facts, begins_table, ends_table, empty, empty, empty))
 }

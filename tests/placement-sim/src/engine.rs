@@ -7,7 +7,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
-use super::pool::{BlockPool, Change, Class};
+use super::pool::{BlockPool, Change, Class, Matched};
 
 /// The fixed time of each prefill.
 const PREFILL_FIXED: Duration = Duration::from_millis(2);
@@ -25,6 +25,36 @@ pub const DECODING_MAX: u32 = 64;
 
 /// A time since the run's start.
 pub type Time = Duration;
+
+/// How KV comes back from the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostLoads {
+    /// The tokens loaded in a second.
+    pub tokens_per_s: u64,
+    /// Whether a prompt's other tokens are computed meanwhile, layer by layer.
+    pub is_overlapped: bool,
+}
+
+/// The blocks that changed their tiers.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Moves {
+    /// On the device from now on.
+    pub stored: Vec<u32>,
+    /// No longer on the device.
+    pub removed: Vec<u32>,
+    /// On the host from now on.
+    pub stored_on_host: Vec<u32>,
+    /// No longer on the host.
+    pub removed_from_host: Vec<u32>,
+}
+
+impl Moves {
+    /// Whether no block moved.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
 
 /// The engine's data of a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,12 +81,14 @@ struct Prefill {
     job: Job,
     matched_tokens: u64,
     tokens_left: u64,
+    /// Until the KV that the host has is on the device. Zero once the first chunk has begun.
+    load_time: Duration,
     /// The new blocks of the prompt, which can be matched once they are computed.
-    stored: Vec<u32>,
+    stored: Moves,
     /// The end of the chunk that is being computed.
     chunk_end: Option<Time>,
     chunk_tokens: u64,
-    /// How long that chunk takes.
+    /// How long that chunk's computation takes, without waits for loads.
     chunk_time: Duration,
 }
 
@@ -75,10 +107,10 @@ pub struct PrefillCounters {
 pub struct ComputedPrompt {
     /// The turn.
     pub job: Job,
-    /// The prompt tokens that were found in the pool.
+    /// The prompt tokens that were found on the device or the host.
     pub matched_tokens: u64,
     /// The blocks that can be matched from now on.
-    pub stored: Vec<u32>,
+    pub stored: Moves,
     /// When the answer is complete.
     pub done_at: Time,
 }
@@ -88,9 +120,11 @@ pub struct ComputedPrompt {
 pub struct Engine {
     block_tokens: u64,
     chunk_tokens: Option<u64>,
+    host_loads: HostLoads,
     queue: VecDeque<Job>,
     queued_tokens: u64,
-    removed: Vec<u32>,
+    /// Blocks that left a tier, and are still to be reported.
+    removed: Moves,
     /// The started prompts: at most one without chunks, several that alternate with chunks. The
     /// first is being computed.
     prefills: VecDeque<Prefill>,
@@ -103,13 +137,19 @@ pub struct Engine {
 impl Engine {
     /// Creates an idle engine; the first prompt of a `cold` one is slow.
     #[must_use]
-    pub fn new(block_tokens: u64, chunk_tokens: Option<u64>, cold: bool) -> Self {
+    pub fn new(
+        block_tokens: u64,
+        chunk_tokens: Option<u64>,
+        host_loads: HostLoads,
+        cold: bool,
+    ) -> Self {
         Self {
             block_tokens,
             chunk_tokens,
+            host_loads,
             queue: VecDeque::new(),
             queued_tokens: 0,
-            removed: Vec::new(),
+            removed: Moves::default(),
             prefills: VecDeque::new(),
             decoding: 0,
             counters: PrefillCounters::default(),
@@ -189,8 +229,8 @@ impl Engine {
         self.queued_tokens + self.prefills.iter().map(begun).sum::<u64>()
     }
 
-    /// Returns the blocks removed since the last call.
-    pub fn take_removed(&mut self, pool: &mut BlockPool) -> Vec<u32> {
+    /// Returns the blocks that have left a tier since the last call.
+    pub fn take_removed(&mut self, pool: &mut BlockPool) -> Moves {
         self.collect_changes(pool);
         std::mem::take(&mut self.removed)
     }
@@ -207,9 +247,15 @@ impl Engine {
         let prefill = self.prefills.front_mut()?;
         let chunk = prefill.tokens_left.min(self.chunk_tokens.unwrap_or(u64::MAX));
         let warm_time = PREFILL_FIXED + prefill_time(chunk);
-        let time = if self.cold { warm_time * COLD_FACTOR } else { warm_time };
+        let compute_time = if self.cold { warm_time * COLD_FACTOR } else { warm_time };
+        let load_time = std::mem::take(&mut prefill.load_time);
+        let time = if self.host_loads.is_overlapped {
+            compute_time.max(load_time)
+        } else {
+            compute_time + load_time
+        };
         let until = now + time;
-        (prefill.chunk_tokens, prefill.chunk_time) = (chunk, time);
+        (prefill.chunk_tokens, prefill.chunk_time) = (chunk, compute_time);
         prefill.chunk_end = Some(until);
         Some(until)
     }
@@ -244,7 +290,7 @@ impl Engine {
     /// Loses all state; returns the turns that were not decoding yet.
     pub fn crash(&mut self, pool: &mut BlockPool) -> Vec<Job> {
         pool.clear();
-        self.removed.clear();
+        self.removed = Moves::default();
         (self.decoding, self.queued_tokens) = (0, 0);
         self.counters = PrefillCounters::default();
         let begun = self.prefills.drain(..).map(|prefill| prefill.job);
@@ -258,7 +304,9 @@ impl Engine {
         if batch >= DECODING_MAX as usize {
             return;
         }
-        let matched_tokens = self.matched_tokens(job, pool);
+        let Matched { blocks, host_blocks } = pool.matched(job.chain.iter().copied());
+        let matched_tokens = (u64::from(blocks) * self.block_tokens).min(job.input_tokens);
+        let host_tokens = u64::from(host_blocks) * self.block_tokens;
         let transient = self.transient_blocks(job);
         if !pool.admit(&job.chain, transient) {
             return;
@@ -271,6 +319,9 @@ impl Engine {
             job,
             matched_tokens,
             tokens_left,
+            load_time: Duration::from_micros(
+                host_tokens * 1_000_000 / self.host_loads.tokens_per_s,
+            ),
             stored,
             chunk_end: None,
             chunk_tokens: 0,
@@ -280,20 +331,17 @@ impl Engine {
 
     /// Records the pool's changes. Returns the stored blocks, which are reported only once they are
     /// computed.
-    fn collect_changes(&mut self, pool: &mut BlockPool) -> Vec<u32> {
-        let mut stored = Vec::new();
+    fn collect_changes(&mut self, pool: &mut BlockPool) -> Moves {
+        let mut stored = Moves::default();
         for change in pool.take_changes() {
             match change {
-                Change::Stored(block) => stored.push(block),
-                Change::Removed(block) => self.removed.push(block),
+                Change::Stored(block) => stored.stored.push(block),
+                Change::StoredOnHost(block) => stored.stored_on_host.push(block),
+                Change::Removed(block) => self.removed.removed.push(block),
+                Change::RemovedFromHost(block) => self.removed.removed_from_host.push(block),
             }
         }
         stored
-    }
-
-    fn matched_tokens(&self, job: &Job, pool: &BlockPool) -> u64 {
-        let blocks = pool.matched(job.chain.iter().copied());
-        (u64::from(blocks) * self.block_tokens).min(job.input_tokens)
     }
 }
 
@@ -315,6 +363,7 @@ mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
+    const LOADS: HostLoads = HostLoads { tokens_per_s: 250_000, is_overlapped: true };
 
     fn job(turn: usize, chain: &[u32], input_tokens: u64) -> Job {
         Job {
@@ -343,7 +392,7 @@ mod tests {
 
     #[test]
     fn a_prefill_takes_two_ms_and_its_tokens_and_the_next_waits_for_it() {
-        let (mut engine, mut pool) = (Engine::new(500, None, false), BlockPool::new(1_000));
+        let (mut engine, mut pool) = (Engine::new(500, None, LOADS, false), BlockPool::new(1_000));
         engine.enqueue(job(0, &[0, 1, 2, 3], 2_000));
         engine.enqueue(job(1, &[0, 1, 2, 9], 2_000));
         assert_eq!(engine.backlog_tokens(Time::ZERO), 4_000);
@@ -352,14 +401,15 @@ mod tests {
         assert_eq!(engine.backlog_tokens(52 * MS), 2_000 + 1_000);
         let first = engine.chunk_done(102 * MS).unwrap();
         assert_eq!((first.matched_tokens, first.done_at), (0, (102 + 1_020) * MS));
-        assert_eq!(first.stored, [0, 1, 2, 3]);
+        assert_eq!(first.stored.stored, [0, 1, 2, 3]);
         assert_eq!(work(&mut engine, &mut pool, 102 * MS), [(1, 1_500, (102 + 27) * MS)]);
         assert_eq!((engine.decoding(), engine.turns()), (2, 2));
     }
 
     #[test]
     fn chunks_let_a_short_prompt_pass_a_long_one() {
-        let (mut engine, mut pool) = (Engine::new(500, Some(1_000), false), BlockPool::new(1_000));
+        let (mut engine, mut pool) =
+            (Engine::new(500, Some(1_000), LOADS, false), BlockPool::new(1_000));
         engine.enqueue(job(0, &[0, 1, 2, 3, 4, 5, 6, 7], 4_000));
         assert!(engine.step(Time::ZERO, &mut pool).is_some());
         engine.enqueue(job(1, &[9], 500));
@@ -370,8 +420,26 @@ mod tests {
     }
 
     #[test]
+    fn kv_on_the_host_is_loaded_while_the_rest_is_computed_or_before() {
+        for (is_overlapped, ms) in [(true, 27), (false, 27 + 4)] {
+            let loads = HostLoads { is_overlapped, ..LOADS };
+            let mut engine = Engine::new(500, None, loads, false);
+            let mut pool = BlockPool::new(4).with_host(100);
+            for (turn, chain) in [[0, 1, 2], [4, 5, 6]].into_iter().enumerate() {
+                let job = Job { output_tokens: 0, ..job(turn, &chain, 1_500) };
+                engine.enqueue(job.clone());
+                work(&mut engine, &mut pool, Time::ZERO);
+                engine.finish(&job, Class::Plain, &mut pool);
+            }
+            engine.enqueue(Job { output_tokens: 0, ..job(2, &[0, 1, 2, 3], 2_000) });
+            let begun = work(&mut engine, &mut pool, Time::ZERO);
+            assert_eq!(begun, [(2, 1_500, ms * MS)]);
+        }
+    }
+
+    #[test]
     fn a_full_batch_and_a_held_pool_make_turns_wait() {
-        let (mut engine, mut pool) = (Engine::new(500, None, false), BlockPool::new(4));
+        let (mut engine, mut pool) = (Engine::new(500, None, LOADS, false), BlockPool::new(4));
         engine.enqueue(job(0, &[0, 1], 1_000));
         engine.enqueue(job(1, &[2, 3], 1_000));
         let begun = work(&mut engine, &mut pool, Time::ZERO);
@@ -383,7 +451,7 @@ mod tests {
 
     #[test]
     fn a_cold_engine_is_slow_once_and_counts_it() {
-        let (mut engine, mut pool) = (Engine::new(500, None, true), BlockPool::new(1_000));
+        let (mut engine, mut pool) = (Engine::new(500, None, LOADS, true), BlockPool::new(1_000));
         engine.enqueue(job(0, &[0, 1, 2, 3], 2_000));
         engine.enqueue(job(1, &[5, 6, 7, 8], 2_000));
         let begun = work(&mut engine, &mut pool, Time::ZERO);
@@ -397,7 +465,7 @@ mod tests {
         fn turns_begin_in_order_and_every_token_is_matched_or_computed(
             jobs in prop::collection::vec((0..6_u32, 1..12_u32), 1..30),
         ) {
-            let (mut engine, mut pool) = (Engine::new(500, None, false), BlockPool::new(64));
+            let (mut engine, mut pool) = (Engine::new(500, None, LOADS, false), BlockPool::new(64));
             for (turn, (first, count)) in jobs.iter().enumerate() {
                 let chain: Vec<u32> = (0..*count).map(|at| first * 100 + at).collect();
                 engine.enqueue(job(turn, &chain, u64::from(*count) * 500 + 17));
@@ -408,7 +476,8 @@ mod tests {
                 now = until;
                 let begun = engine.chunk_done(now).unwrap();
                 prop_assert_eq!(begun.job.turn, next);
-                prop_assert_eq!(u128::from(begun.job.input_tokens - begun.matched_tokens), computed);
+                let uncached = begun.job.input_tokens - begun.matched_tokens;
+                prop_assert_eq!(u128::from(uncached), computed);
                 engine.finish(&begun.job, Class::Plain, &mut pool);
                 pool.check_invariants();
                 next += 1;

@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use contract::load::StagedPrefill;
 
-use super::{corpus::Chain, engine::PrefillCounters};
+use super::{
+    corpus::Chain,
+    engine::{Moves, PrefillCounters},
+};
 
 /// What a worker may be used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,8 +43,21 @@ pub struct Worker {
     pub free_blocks: u64,
     /// The blocks of the pool.
     pub pool_blocks: u64,
-    /// Whether each block, by number, is reported as resident.
-    resident: Vec<bool>,
+    /// The blocks on the host.
+    pub host_used_blocks: u64,
+    /// The blocks of the host tier; 0 if there is none.
+    pub host_blocks: u64,
+    /// The tokens that the engine loads from its host tier in a second.
+    pub host_load_tokens_per_s: u64,
+    /// On which tiers each block, by number, is reported.
+    tiers: Vec<Tiers>,
+}
+
+/// The tiers that have a block.
+#[derive(Debug, Clone, Copy, Default)]
+struct Tiers {
+    is_on_device: bool,
+    is_on_host: bool,
 }
 
 /// The turn to place.
@@ -88,7 +104,10 @@ impl Fleet {
             active_blocks: 0,
             free_blocks: pool_blocks,
             pool_blocks,
-            resident: Vec::new(),
+            host_used_blocks: 0,
+            host_blocks: 0,
+            host_load_tokens_per_s: 0,
+            tiers: Vec::new(),
         };
         Self { workers: vec![worker; workers], block_tokens }
     }
@@ -123,11 +142,13 @@ impl Fleet {
     }
 
     /// Returns the number of leading blocks of the prompt that are reported as resident on the
-    /// worker.
+    /// worker, on either tier.
     #[must_use]
     pub fn overlap(&self, worker: usize, chain: &[u32]) -> u64 {
-        let resident = &self.workers[worker].resident;
-        let has = |block: &&u32| resident.get(**block as usize).copied().unwrap_or(false);
+        let tiers = &self.workers[worker].tiers;
+        let has = |block: &&u32| {
+            tiers.get(**block as usize).is_some_and(|tiers| tiers.is_on_device || tiers.is_on_host)
+        };
         chain.iter().take_while(has).count() as u64
     }
 
@@ -153,26 +174,27 @@ impl Fleet {
             })
     }
 
-    /// Records a report of a worker's stored and removed blocks.
-    pub fn record_blocks(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
-        let resident = &mut self.workers[worker].resident;
-        for &block in removed {
-            if let Some(one) = resident.get_mut(block as usize) {
-                *one = false;
+    /// Records a report of a worker's blocks.
+    pub fn record_blocks(&mut self, worker: usize, moves: &Moves) {
+        let tiers = &mut self.workers[worker].tiers;
+        let mut record = |blocks: &[u32], change: fn(&mut Tiers)| {
+            for &block in blocks {
+                let at = block as usize;
+                if at >= tiers.len() {
+                    tiers.resize(at + 1, Tiers::default());
+                }
+                change(&mut tiers[at]);
             }
-        }
-        for &block in stored {
-            let at = block as usize;
-            if at >= resident.len() {
-                resident.resize(at + 1, false);
-            }
-            resident[at] = true;
-        }
+        };
+        record(&moves.removed, |tiers| tiers.is_on_device = false);
+        record(&moves.removed_from_host, |tiers| tiers.is_on_host = false);
+        record(&moves.stored, |tiers| tiers.is_on_device = true);
+        record(&moves.stored_on_host, |tiers| tiers.is_on_host = true);
     }
 
     /// Forgets the blocks of a worker that is down.
     pub fn forget_blocks(&mut self, worker: usize) {
-        self.workers[worker].resident.clear();
+        self.workers[worker].tiers.clear();
     }
 }
 

@@ -73,6 +73,18 @@ pub struct SimOptions {
     /// The tokens of each engine's pool; a run of a test may have unlimited pools.
     #[arg(long, default_value = "1000000")]
     pub pool_tokens: Option<u64>,
+    /// The tokens of each engine's host tier, as a multiple of its pool's
+    #[arg(long, default_value_t = 0.0)]
+    pub host_ratio: f64,
+    /// The tokens that an engine loads from its host tier in a second
+    #[arg(long, default_value_t = 250_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub host_load_tokens_per_s: u64,
+    /// Compute nothing while KV is loaded; SGLang computes one layer while it loads the next
+    #[arg(long)]
+    pub no_host_overlap: bool,
+    /// Keep from the policies what is on the host
+    #[arg(long)]
+    pub host_unseen: bool,
     /// The number of concurrent users, if the trace has no arrival times
     #[arg(long, default_value = "64", value_parser = up_to(100_000))]
     pub users: usize,

@@ -14,7 +14,7 @@ use std::time::Duration;
 use clap::ValueEnum as _;
 
 use super::{
-    engine::PREFILL_TOKENS_PER_S,
+    engine::{Moves, PREFILL_TOKENS_PER_S},
     fleet::{Fleet, TurnToPlace},
     options::Mode,
 };
@@ -92,10 +92,8 @@ pub enum PolicyEvent<'a> {
     Blocks {
         /// The worker.
         worker: usize,
-        /// The blocks that became resident.
-        stored: &'a [u32],
-        /// The blocks that were removed.
-        removed: &'a [u32],
+        /// The changes.
+        moves: &'a Moves,
     },
     /// A worker's figures changed.
     Load {

@@ -17,7 +17,7 @@ use std::{
 
 use super::{
     corpus::Corpus,
-    engine::{ComputedPrompt, Engine, Job, Time},
+    engine::{ComputedPrompt, Engine, HostLoads, Job, Moves, Time},
     fleet::{Condition, Fleet, TurnToPlace, block_numbers},
     options::{Churn, Close, SimOptions},
     policy::{Policy, PolicyChoice, PolicyEvent, PolicyKind},
@@ -34,7 +34,7 @@ enum Event {
     Retry { turn: usize, play: usize },
     ChunkDone { worker: usize, epoch: u32 },
     TurnDone { turn: usize, worker: usize, epoch: u32 },
-    Blocks { worker: usize, epoch: u32, stored: Vec<u32>, removed: Vec<u32> },
+    Blocks { worker: usize, epoch: u32, moves: Moves },
     Close { play: usize },
     Condition { worker: usize, to: ConditionChange },
     Stage { worker: usize, epoch: u32 },
@@ -98,10 +98,16 @@ pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u
     let has_one_pool = matches!(kind, PolicyKind::Pooled | PolicyKind::PooledClairvoyant);
     let churn = if has_one_pool { Churn::None } else { options.churn };
     let last = options.workers - 1;
+    let host_loads = HostLoads {
+        tokens_per_s: options.host_load_tokens_per_s,
+        is_overlapped: !options.no_host_overlap,
+    };
     let engine = |worker| {
         let cold = churn == Churn::Cold && worker == last;
-        Engine::new(corpus.block_tokens, options.chunk_tokens, cold)
+        Engine::new(corpus.block_tokens, options.chunk_tokens, host_loads, cold)
     };
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
+    let host_blocks = (pool_blocks as f64 * options.host_ratio) as u64;
     let pools = match kind {
         PolicyKind::Ideal => vec![BlockPool::new(u64::MAX); options.workers],
         PolicyKind::Pooled => {
@@ -110,9 +116,15 @@ pub fn run(corpus: &Arc<Corpus>, options: &SimOptions, kind: PolicyKind, seed: u
         PolicyKind::PooledClairvoyant => {
             vec![BlockPool::clairvoyant(pool_blocks.saturating_mul(options.workers as u64))]
         }
-        _ => vec![BlockPool::new(pool_blocks); options.workers],
+        _ => vec![BlockPool::new(pool_blocks).with_host(host_blocks); options.workers],
     };
     let mut fleet = Fleet::new(options.workers, pool_blocks, corpus.block_tokens);
+    if kind != PolicyKind::Ideal && !options.host_unseen {
+        for worker in &mut fleet.workers {
+            worker.host_blocks = host_blocks;
+            worker.host_load_tokens_per_s = options.host_load_tokens_per_s;
+        }
+    }
     if churn == Churn::Join {
         fleet.workers[last].condition = Condition::Down;
     }
@@ -202,8 +214,8 @@ impl World {
             Event::TurnDone { turn, worker, epoch } if epoch == self.epochs[worker] => {
                 self.end_turn(turn, worker, policy);
             }
-            Event::Blocks { worker, epoch, stored, removed } if epoch == self.epochs[worker] => {
-                self.deliver_blocks(worker, &stored, &removed, policy);
+            Event::Blocks { worker, epoch, moves } if epoch == self.epochs[worker] => {
+                self.deliver_blocks(worker, &moves, policy);
             }
             Event::Stage { worker, epoch } if epoch == self.epochs[worker] => {
                 self.next_stage(worker);
@@ -303,7 +315,7 @@ impl World {
             );
         }
         let removed = self.engines[worker].take_removed(&mut self.pools[pool]);
-        self.report_blocks(worker, vec![], removed, policy);
+        self.report_blocks(worker, removed, policy);
         self.report_load(worker, policy);
     }
 
@@ -324,7 +336,7 @@ impl World {
             done_at,
             Event::TurnDone { turn: number, worker, epoch: self.epochs[worker] },
         );
-        self.report_blocks(worker, stored, vec![], policy);
+        self.report_blocks(worker, stored, policy);
         let turn = number;
         policy.observe(&PolicyEvent::Began { turn, session, worker, now: self.now }, &self.fleet);
         if let Some(left) = left_worker.filter(|_| self.options.close == Close::Free) {
@@ -411,6 +423,7 @@ impl World {
         seen.backlog_tokens = engine.backlog_tokens(self.now);
         seen.prefill_counters = engine.prefill_counters();
         seen.active_blocks = pool.used();
+        seen.host_used_blocks = pool.on_host();
         // An unlimited pool is reported as one that has room.
         let left = seen.pool_blocks.saturating_sub(pool.used());
         seen.free_blocks = pool.free().min(left);

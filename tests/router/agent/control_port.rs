@@ -88,6 +88,13 @@ impl WorkerAgent for Service {
         Err(Status::unimplemented("this agent has no such call"))
     }
 
+    async fn prefetch_session(
+        &self,
+        _: tonic::Request<v1::PrefetchSessionRequest>,
+    ) -> Result<tonic::Response<v1::PrefetchSessionResponse>, Status> {
+        Err(Status::unimplemented("this agent has no such call"))
+    }
+
     async fn claim_placement(
         &self,
         request: tonic::Request<v1::ClaimPlacementRequest>,

@@ -7,11 +7,14 @@ use contract::id::SessionKey;
 use super::{
     calls::CallAnswer,
     engine::{Command, Rank},
-    shell::prefix,
+    shell::{AgentProcess, prefix},
     trimmer::Trimmer,
     world::{EngineProcess, Event, World},
 };
-use engine_sim::request::{Sampling, SessionParams, SessionRef, Submit};
+use engine_sim::{
+    core::PoolFacts,
+    request::{Sampling, SessionParams, SessionRef, Submit},
+};
 
 impl World {
     pub(super) fn engine_starts(&mut self) {
@@ -70,15 +73,43 @@ impl World {
         if faults.demotions {
             self.operator_demotes();
         }
+        if faults.prefetches {
+            self.client_prefetches();
+        }
+    }
+
+    /// A client has the KV of one of its sessions loaded. No turn and no session loses KV by it.
+    fn client_prefetches(&mut self) {
+        let Some((key, agent)) = self.random_session() else { return };
+        let Ok(Some((rank, incarnation))) = agent.table.sessions().prefetch_target(&key) else {
+            return;
+        };
+        let incarnation = incarnation.to_owned();
+        let Some(engine) = &mut self.engine else { return };
+        let core = &mut engine.ranks[rank as usize].core;
+        let held = |facts: &PoolFacts| {
+            (facts.running, facts.protected + facts.session_held + facts.uncached, facts.held_rows)
+        };
+        let (before, room) = (core.facts(), core.facts().total / 2);
+        let loaded = core.prefetch(&incarnation, room);
+        core.check_invariants();
+        let after = core.facts();
+        assert_eq!(held(&before), held(&after), "a load of {incarnation} took KV from others");
+        self.counts.prefetched_tokens += loaded.unwrap_or(0) as u64;
+        self.note(|| format!("a client prefetches {incarnation}: {loaded:?}"));
+    }
+
+    /// Returns a session of an agent that takes calls.
+    fn random_session(&mut self) -> Option<(SessionKey, &AgentProcess)> {
+        let agent = self.agent.as_ref().filter(|agent| !agent.down && !agent.draining)?;
+        let keys: Vec<SessionKey> =
+            agent.table.sessions().iter().map(|(key, _)| key.clone()).collect();
+        Some((self.rng.choice(&keys).cloned()?, agent))
     }
 
     /// An operator demotes one of the agent's sessions, or tries to.
     fn operator_demotes(&mut self) {
-        let Some(agent) = self.agent.as_ref().filter(|agent| !agent.down && !agent.draining) else {
-            return;
-        };
-        let keys: Vec<SessionKey> = agent.table.iter().map(|(key, _)| key.clone()).collect();
-        let Some(key) = self.rng.choice(&keys).cloned() else { return };
+        let Some((key, _)) = self.random_session() else { return };
         let result = self.call_table(|table, now| table.demote_session(now, &key));
         self.note(|| format!("an operator demotes {}: {result:?}", key.id()));
     }
@@ -115,7 +146,7 @@ impl World {
         let (Some(own), Some(engine)) = (own, &self.engine) else { return false };
         let facts = engine.ranks[rank].core.facts();
         let table = self.agent.iter().map(|agent| &agent.table);
-        let taken_up = |id: &str| table.clone().any(|table| table.session_key(id).is_some());
+        let taken_up = |id: &str| table.clone().any(|table| table.sessions().key_of(id).is_some());
         let known = |id: &str| id.starts_with(&own) || !id.starts_with("berth-") || taken_up(id);
         facts.sessions.iter().all(|session| known(&session.id))
     }

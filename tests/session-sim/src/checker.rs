@@ -84,7 +84,8 @@ impl World {
         // Sessions of an earlier agent and sessions with a meddler's turn hold an unknown amount.
         let counted = facts.sessions.iter().filter(|session| {
             let ours = !self.is_confirmed(&session.id)
-                && (session.id.starts_with(&own) || agent.table.session_key(&session.id).is_some())
+                && (session.id.starts_with(&own)
+                    || agent.table.sessions().key_of(&session.id).is_some())
                 && !self.meddled.contains_key(&session.id);
             ours || self.strangers.contains(&session.id)
         });
@@ -280,7 +281,7 @@ impl World {
         }
         let over_at = self.plan.acts_for + OVER_WITHIN;
         if now > over_at {
-            let kept = self.agent.iter().flat_map(|agent| agent.table.iter());
+            let kept = self.agent.iter().flat_map(|agent| agent.table.sessions().iter());
             let kept: Vec<&str> = kept.map(|(key, _)| key.id()).collect();
             let ranks = self.engine.iter().flat_map(|engine| &engine.ranks);
             let open: Vec<_> = ranks.flat_map(|rank| rank.core.facts().sessions).collect();
@@ -299,7 +300,7 @@ impl World {
     /// something.
     pub(super) fn check_end(&mut self) {
         let agent = self.agent.as_ref().expect("it ends with an agent");
-        assert_eq!(agent.table.rids_inside().count(), 0, "a turn is inside for ever");
+        assert_eq!(agent.table.queue().rids_inside().count(), 0, "a turn is inside for ever");
         for rank in 0..self.plan.ranks {
             let totals = agent.table.totals(rank);
             assert_eq!(totals, RankTotals::default(), "the totals don't return to zero");

@@ -73,6 +73,8 @@ pub struct RunCounts {
     pub engines_killed: u64,
     /// Times the engine's weights were changed.
     pub weights_changed: u64,
+    /// Tokens that were loaded from the host ahead of turns.
+    pub prefetched_tokens: u64,
 }
 
 /// A promise that was broken.

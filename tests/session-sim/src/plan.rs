@@ -9,7 +9,7 @@ use worker_agent::{
     session::{ANSWER_TOKENS_MIN, EngineCapacity, RankCapacity, ShareSettings, TableSettings},
 };
 
-use engine_sim::core::CoreConfig;
+use engine_sim::core::{CoreConfig, WritePolicy};
 
 #[derive(Debug)]
 pub(super) struct Plan {
@@ -67,6 +67,8 @@ pub(super) struct Faults {
     pub(super) controls: bool,
     /// An operator demotes sessions.
     pub(super) demotions: bool,
+    /// Clients have their sessions' KV loaded from the host ahead of their turns.
+    pub(super) prefetches: bool,
 }
 
 fn ms(ms: u64) -> Duration {
@@ -92,6 +94,7 @@ impl Faults {
             meddler: rng.u32(..4) == 0,
             controls: false,
             demotions: false,
+            prefetches: false,
         }
     }
 }
@@ -150,6 +153,7 @@ impl Plan {
             seed: 0,
             disable_radix_cache: false,
             kv_events: false,
+            ..CoreConfig::default()
         };
         let table_settings = table_settings(rng, guards);
         let mut faults = Faults::new(rng, overlong_answers);
@@ -179,6 +183,19 @@ impl Plan {
             drains: rng.bool(),
             faults,
         }
+    }
+
+    /// Gives the engine a host tier, on which idle KV falls, with a policy by this number. It takes
+    /// no random number, so that each seed keeps the rest of its plan.
+    pub(super) fn add_host_tier(&mut self, number: u64) {
+        let policies =
+            [WritePolicy::WriteThrough, WritePolicy::WriteBack, WritePolicy::WriteThroughSelective];
+        self.core.has_host_tier = true;
+        self.core.hicache_write_policy = policies[(number % 3) as usize];
+        self.core.hicache_ratio = 2.0;
+        // So slow that turns come meanwhile.
+        self.core.host_load_tokens_per_s = 2_000.0;
+        self.faults.prefetches = true;
     }
 
     /// Whether the agent may reserve less for an answer than its limit.

@@ -84,7 +84,8 @@ impl World {
         let Some(agent) = &self.agent else { return };
         let max = self.plan.table_settings.shares.principal_sessions_max;
         for principal in PRINCIPALS {
-            let of_principal = agent.table.iter().filter(|(key, _)| key.principal() == principal);
+            let of_principal =
+                agent.table.sessions().iter().filter(|(key, _)| key.principal() == principal);
             let count = of_principal.count();
             assert!(count <= max, "{principal} has {count} sessions, {max} are allowed");
         }
@@ -117,7 +118,7 @@ impl World {
                 }
                 Code::Rows if view.rows_held > own.rows_held + 1 => {
                     let agent = self.agent.as_ref().expect("it has refused the turn");
-                    let mut pins = agent.table.pins_at_rest(0);
+                    let mut pins = agent.table.sessions().pins_at_rest(0);
                     let takes = pins.any(|(key, _)| key.principal() == *other);
                     assert!(!takes, "{rid} found no row, and {other} holds {}", view.rows_held);
                 }
@@ -130,7 +131,7 @@ impl World {
     pub(super) fn check_plain_turns_get_rows(&self) {
         let now = self.instant();
         let Some(agent) = self.agent.as_ref().filter(|agent| agent.follows()) else { return };
-        if agent.table.hold_reason().is_some()
+        if agent.table.queue().hold_reason().is_some()
             || self.plan.ranks > 1
             || self.principal_views().is_empty()
         {
@@ -152,7 +153,11 @@ impl World {
         };
         let Some(turn) = self.turns.values().find(waits) else { return };
         let idle_min = self.plan.table_settings.demote_idle + ROW_TAKEN_WITHIN;
-        let idle = agent.table.pins_at_rest(0).find(|(_, session)| session.idle(now) > idle_min);
+        let idle = agent
+            .table
+            .sessions()
+            .pins_at_rest(0)
+            .find(|(_, session)| session.idle(now) > idle_min);
         assert!(
             idle.is_none(),
             "{} waits for a row, and {:?} holds one idly",

@@ -8,7 +8,7 @@ use std::{
 };
 
 use worker_agent::session::{
-    self, Effect, EngineLoad, Legacy, Table, TableSettings,
+    self, Effect, EngineLoad, Legacy, ShimReport, Table, TableSettings,
     handover::{Handover, Moment},
     journal::Record,
 };
@@ -256,7 +256,7 @@ impl World {
             table.handle_engine_lost(now, engine);
             table.take_over(now, legacy);
             for rank in (0..).take(if shim { ranks } else { 0 }) {
-                table.handle_shim_up(now, rank, demotes);
+                table.handle_shim_report(now, rank, ShimReport::Up { can_demote: demotes });
             }
             table.set_trimming(now, trims);
         });
@@ -286,7 +286,7 @@ impl World {
         }
         let now = self.instant();
         let Some(agent) = &self.agent else { return };
-        let waits = agent.table.unsettled_count() > 0;
+        let waits = agent.table.unfinished().changes > 0;
         if waits && agent.hands_over_by.is_some_and(|by| self.now < by) {
             return self.schedule(Duration::from_millis(20), Event::HandsOver(epoch));
         }

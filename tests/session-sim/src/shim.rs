@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use worker_agent::session::{SessionReport, TablePart};
+use worker_agent::session::{SessionReport, ShimReport, TablePart};
 
 use super::{
     calls::Task,
@@ -138,22 +138,36 @@ impl World {
         match frame {
             Frame::Sessions { dp_rank, part, reports, gone } => {
                 self.call_table(|table, now| {
-                    table.handle_session_reports(now, dp_rank, part, &reports);
+                    table.handle_shim_report(
+                        now,
+                        dp_rank,
+                        ShimReport::Sessions { part, reports: &reports },
+                    );
                 });
                 for id in gone {
                     self.closing.remove(&id);
-                    self.call_table(|table, now| table.handle_session_gone(now, dp_rank, &id));
+                    self.call_table(|table, now| {
+                        table.handle_shim_report(now, dp_rank, ShimReport::SessionGone { id: &id })
+                    });
                 }
             }
             Frame::Demoted { dp_rank, number, is_demoted } => {
                 self.call_table(|table, now| {
-                    table.handle_demotion(now, dp_rank, number, is_demoted);
+                    table.handle_shim_report(
+                        now,
+                        dp_rank,
+                        ShimReport::Demotion { number, is_demoted },
+                    );
                 });
             }
             Frame::Inspected { dp_rank, number, report } => {
                 self.note(|| format!("shim answers {number}: {report:?}"));
                 self.call_table(|table, now| {
-                    table.handle_inspection(now, dp_rank, number, report.as_ref());
+                    table.handle_shim_report(
+                        now,
+                        dp_rank,
+                        ShimReport::Inspection { number, report: report.as_ref() },
+                    );
                 });
             }
         }

@@ -107,12 +107,12 @@ impl Trimmer {
             must_continue,
         };
         let Some(context) = context else {
-            return goes(Plan::Refused, 0, &[], !must_continue);
+            return goes(Plan::NotTrimmed, 0, &[], !must_continue);
         };
         match ids.strip_prefix(&context[..]) {
             Some([]) | None => goes(Plan::Diverged, context.len(), &[], !must_continue),
             Some(_) if ids.len() as u64 > tokens_max => {
-                goes(Plan::Refused, context.len(), &[], true)
+                goes(Plan::NotTrimmed, context.len(), &[], true)
             }
             Some(rest) => goes(Plan::Trimmed, context.len(), rest, false),
         }

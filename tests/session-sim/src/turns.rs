@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use contract::{claim::Claim, id::SessionKey, load::Retention};
-use worker_agent::session::{self, Need, Outcome, RouteTurns};
+use worker_agent::session::{self, ClaimRequest, Need, Outcome, RouteTurns};
 
 use super::{
     answers::read,
@@ -91,7 +91,7 @@ pub(super) struct Turn {
     /// Whether the client still waits for the answer.
     pub(super) client: bool,
     pub(super) reply: Option<Reply>,
-    pub(super) admitted: Option<session::Turn>,
+    pub(super) admitted: Option<session::PlannedTurn>,
     /// The context that the client expects the answer to be computed from. Known from the admission
     /// on.
     pub(super) context: Vec<u32>,
@@ -158,18 +158,22 @@ impl World {
             self.turn(id).stage = Stage::Over;
             return self.reply(id, Reply::Unusable);
         }
-        let asked = claim.as_ref().map(|(claim, key)| (claim, key));
-        let principal = self.users[self.turns[&id].user].principal();
+        let request = ClaimRequest {
+            principal: self.users[self.turns[&id].user].principal().into(),
+            claim: claim.as_ref().map(|(claim, _)| claim.clone()),
+            is_hint: false,
+            returns_soon: false,
+            requested_rank: rank,
+            route_turns: RouteTurns::DeltasAndHistories,
+        };
         self.turn(id).stage = Stage::Claimed;
-        let claimed = self.call_table(|table, now| {
-            table.claim(now, &rid, principal, asked, rank, RouteTurns::DeltasAndHistories)
-        });
+        let claimed = self.call_table(|table, now| table.claim(now, &rid, &request));
         let says = claim.as_ref().map(|(claim, _)| {
             let flag = |on, text| if on { text } else { "" };
             let delta = flag(claim.delta, " delta");
             format!(
                 "{}{delta}{}{}",
-                claim.id,
+                claim.key.id(),
                 flag(claim.open, " open"),
                 flag(claim.close, " close")
             )
@@ -214,10 +218,10 @@ impl World {
             agent.waiters.insert(rid.clone());
         }
         self.note(|| format!("admit {rid} {need:?}"));
-        self.call_table(|table, now| table.admit(now, &rid, need));
+        self.call_table(|table, now| table.enqueue(now, &rid, need));
     }
 
-    pub(super) fn admitted(&mut self, rid: &str, admitted: session::Turn) {
+    pub(super) fn admitted(&mut self, rid: &str, admitted: session::PlannedTurn) {
         self.note(|| format!("{rid} admitted: {admitted:?}"));
         if !self.waited(rid) {
             return;

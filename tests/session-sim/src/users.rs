@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use contract::{claim::Claim, id::SessionKey, load::Retention};
 use fastrand::Rng;
-use worker_agent::session::Error;
+use worker_agent::session::{Error, OpenRequest};
 
 use super::{
     engine::TurnId,
@@ -215,14 +215,14 @@ impl World {
         }
         let (key, rid) = (user.key(), self.rid());
         self.note(|| format!("user {number} opens {} as {rid}", key.id()));
-        let rank = self.asked_rank();
+        let requested_rank = self.asked_rank();
         if let Some(agent) = &mut self.agent {
             agent.waiters.insert(rid.clone());
         }
         self.users[number].opening = Some(rid.clone());
         let retention = Some(Retention::Pinned);
-        let opened = self
-            .call_table(|table, now| table.open_session(now, &rid, &key, retention, None, rank));
+        let request = OpenRequest { key, retention, idle_max: None, requested_rank };
+        let opened = self.call_table(|table, now| table.open_session(now, &rid, &request));
         if let Some(Err(error)) = opened {
             self.note(|| format!("{rid} refused: {error}"));
             self.waited(&rid);

@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use worker_agent::session::{Error, KvIdentity, WeightsReport};
+use worker_agent::session::{Error, KvChange, KvIdentity, WeightsReport};
 
 use super::{
     engine::{Rank, TurnId},
@@ -76,7 +76,7 @@ impl World {
     pub(super) fn control_engine(&mut self) {
         let Some(agent) = self.agent.as_ref().filter(|agent| agent.follows()) else { return };
         let is_same = self.engine.as_ref().map(|engine| engine.instance) == agent.instance;
-        if agent.draining || !is_same || agent.table.hold_reason().is_some() {
+        if agent.draining || !is_same || agent.table.queue().hold_reason().is_some() {
             return;
         }
         let (epoch, instance) = (agent.epoch, self.instances);
@@ -113,8 +113,11 @@ impl World {
                 self.counts.weights_changed += u64::from(changes_weights);
                 self.note(|| format!("engine: weights {changes_weights}, flushed {freed}"));
                 self.call_table(|table, now| match changes_weights {
-                    true => table.handle_weights_changed(now, true, freed),
-                    false if freed => table.handle_flush(now),
+                    true => table.handle_kv_change(
+                        now,
+                        KvChange::Weights { is_counted: true, was_flushed: freed },
+                    ),
+                    false if freed => table.handle_kv_change(now, KvChange::Flushed),
                     false => {}
                 });
             }
@@ -132,7 +135,9 @@ impl World {
     pub(super) fn report_weights(&mut self) {
         let KvAges { changes, .. } = self.kv_ages;
         let report = WeightsReport { changes, has_old_kv: self.kv_ages.is_any_outdated() };
-        self.call_table(|table, now| table.handle_weights_report(now, report));
+        self.call_table(|table, now| {
+            table.handle_kv_change(now, KvChange::WeightsCounted { report, is_changing: false })
+        });
     }
 
     /// Chooses the salt of a client's turn: usually its own.

@@ -154,6 +154,9 @@ impl World {
         let mut plan = Plan::new(&mut rng, guards);
         plan.faults.controls = seed.is_multiple_of(3);
         plan.faults.demotions = seed % 8 == 7;
+        if seed % 4 == 3 {
+            plan.add_host_tier(seed / 4);
+        }
         World {
             users: (0..plan.users).map(|number| User::new(number, &plan, &mut rng)).collect(),
             rng,
@@ -360,8 +363,8 @@ impl World {
         let table = &agent.table;
         self.calm
             && self.turns.values().all(Turn::is_over)
-            && table.iter().count() == 0
-            && table.pending_count() == 0
+            && table.sessions().iter().count() == 0
+            && table.unfinished().closes == 0
             && self.calls.is_empty()
             && self.engine.is_some()
             && agent.follows()

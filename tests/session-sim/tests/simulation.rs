@@ -124,7 +124,8 @@ fn summary(cleans: &BTreeMap<u64, Clean>) {
     let sum = |part: fn(&Clean) -> u64| cleans.values().map(part).sum::<u64>();
     println!(
         "turns answered {}, trimmed {}, left {}, lost {}, retracted {}; sessions opened {}; \
-         killed: agents {}, engines {}; handed over {}; restarts needed {}; weights changed {}",
+         killed: agents {}, engines {}; handed over {}; restarts needed {}; weights changed {}; \
+         tokens prefetched {}",
         sum(|clean| clean.turns.answered),
         sum(|clean| clean.turns.trimmed),
         sum(|clean| clean.turns.left),
@@ -136,6 +137,7 @@ fn summary(cleans: &BTreeMap<u64, Clean>) {
         sum(|clean| clean.turns.taken_up),
         sum(|clean| clean.turns.restarted),
         sum(|clean| clean.turns.weights_changed),
+        sum(|clean| clean.turns.prefetched_tokens),
     );
     let mut refused: BTreeMap<&str, u64> = BTreeMap::new();
     for (code, count) in cleans.values().flat_map(|clean| &clean.turns.refused) {

@@ -3,10 +3,13 @@
 The flags are SGLang's own; the simulator takes them with the same meaning.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
+from integration.processes import TIER_FLAGS, tier_env
 
 ROWS = 8
 POOL_TOKENS = 2048
@@ -20,6 +23,11 @@ TAGS = "--enable-session-radix-cache"
 EVENTS_KEPT = 100
 TOPIC = "kv-events"
 EVENTS = {"topic": TOPIC, "buffer_steps": EVENTS_KEPT}
+
+# How much of a conversation's end `tlru` gives away, in tokens.
+TLRU = {"threshold": 64, "next_prompt_estimate": 16}
+# The groups with a host tier are named by SGLang's write policies.
+TIERED = ("write_through", "write_through_selective", "write_back")
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,30 @@ GROUPS = {
         Group(
             "retract", 16, (STREAMING,), pool_tokens=16384, context_tokens=2048, rows=16,
             env={"SGLANG_TEST_RETRACT": "true"},
+        ),
+        Group(
+            "priority", 16,
+            (TAGS, "--enable-priority-scheduling", "--radix-eviction-policy", "priority"),
+            kv_events=EVENTS,
+        ),
+        Group(
+            "tlru", 16,
+            (
+                TAGS, "--radix-eviction-policy", "tlru",
+                "--radix-eviction-policy-config", json.dumps(TLRU),
+            ),
+            kv_events=EVENTS,
+        ),
+        *(
+            Group(
+                policy, 16,
+                (
+                    STREAMING, TAGS, *TIER_FLAGS, "--hicache-ratio", "2",
+                    "--hicache-write-policy", policy,
+                ),
+                kv_events=EVENTS, env=tier_env({}),
+            )
+            for policy in TIERED
         ),
     )
 }

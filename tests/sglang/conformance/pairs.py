@@ -197,9 +197,10 @@ def test_a_half_alone_gives_up(pair: Pair) -> None:
 
 
 def test_an_abort_of_a_half_that_waits(pair: Pair) -> None:
-    for engine, what, name in (
-        (pair.prefill, "Prefill bootstrap", "req"),
-        (pair.decode, "Decode transfer", "decode_req.req"),
+    for engine, stages, name in (
+        (pair.prefill, ["Prefill bootstrap"], "req"),
+        # The abort may come before the hand-off of the KV has begun.
+        (pair.decode, ["Decode handshake", "Decode transfer"], "decode_req.req"),
     ):
         request = {**pair.meet(prompt(9)), "rid": new_id("waits")}
         pending = Pending(lambda: engine.generate(request))
@@ -210,11 +211,13 @@ def test_an_abort_of_a_half_that_waits(pair: Pair) -> None:
 
         engine.until("aborted", aborted)
         reply = pending.end()
-        message = (
-            f"{what} failed for request rank=0 {name}.rid='RID' {name}.bootstrap_room=ROOM "
+        messages = [
+            f"{stage} failed for request rank=0 {name}.rid='RID' {name}.bootstrap_room=ROOM "
             "with exception KVTransferError(bootstrap_room=ROOM): Aborted by AbortReq."
-        )
-        assert (reply.status, general(reply.body["message"], request)) == (500, message), what
+            for stage in stages
+        ]
+        assert reply.status == 500, stages
+        assert general(reply.body["message"], request) in messages, stages
 
 
 def test_the_messages_api_reads_the_room_from_the_body(pair: Pair) -> None:

@@ -8,6 +8,9 @@ from integration.turns import run_together
 
 # Tokens of an answer. Four such turns don't fit in the pool together; each one alone does.
 TOKENS = 850
+# Tokens that the real engine has generated but not sent when it ends a turn. Most often none; two
+# were seen while other processes kept the cores busy.
+UNSENT_MAX = 3
 OUT_OF_MEMORY = (
     "Out of memory even after retracting all other requests in the decode batch. "
     "Aborting the last request."
@@ -67,8 +70,8 @@ def test_sessions_that_run_out_of_kv_stay_half_closed(engine: Engine) -> None:
     after = engine.turn(sessions[0], ids(3, 30), 4).good()
     made = after.prompt - (104 + 20 + 3)
     told = len(ended.output)
-    # The real engine may have generated one token more than it sent.
-    engine.expect("the lost answer is history", told > 300 and made - told in (0, 1), True)
+    assert told > 300, "tokens of the lost answer"
+    assert told <= made <= told + UNSENT_MAX, "tokens of the history"
     # The flush frees the KV of these sessions, but not their ids.
     closing = [f"Invalid request: close was requested for session {s}" for s in sessions[1:]]
     again = [engine.generate(in_session(session)).error for session in sessions[1:]]
@@ -89,7 +92,8 @@ def test_a_retracted_turn_has_committed_its_partial_answer(engine: Engine) -> No
     after = engine.turn(sessions[1], ids(3, 30), 4).good()
     made = after.prompt - (104 + 20 + 3)
     told = len(ended.output)
-    engine.expect("the aborted answer is history", told > 300 and made - told in (0, 1), True)
+    assert told > 300, "tokens of the aborted answer"
+    assert told <= made <= told + UNSENT_MAX, "tokens of the history"
 
 
 @in_groups("page1")

@@ -40,8 +40,13 @@ def same_bytes(found: bytes, expected: bytes, what: str) -> None:
 
 def same(fleet: Fleet, path: str, request: Any, status: int = 200) -> None:
     wire.post(fleet.engine_url + path, request)
-    direct = wire.post(fleet.engine_url + path, request)
-    routed = wire.post(fleet.router_url + path, request)
+    # On a busy machine the last digit of a log probability has differed, once in some dozens of
+    # answers; why isn't known. A change that Berth makes comes with each answer.
+    for is_last in (False, False, True):
+        direct = wire.post(fleet.engine_url + path, request)
+        routed = wire.post(fleet.router_url + path, request)
+        if is_last or mask_ids_and_times(routed.body) == mask_ids_and_times(direct.body):
+            break
     assert direct.status == status, f"the engine's own status for {path} ({direct})"
     assert routed.status == status, f"the status of {path} ({routed})"
     kinds = [answer.headers.get("content-type") for answer in (routed, direct)]

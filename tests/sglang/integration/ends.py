@@ -5,7 +5,7 @@ import time
 import pytest
 
 from integration import wire
-from integration.fleet import AGENT_STOP_SECONDS_MAX, Fleet
+from integration.fleet import AGENT_STOP_SECONDS_MAX, ENGINE_STOP_SECONDS_MAX, Fleet
 from integration.turns import Pinned, body, chat_body, generate, refusal_code
 
 # A connection to a dead engine on this machine is refused at once. The bound is less than the 10 s
@@ -32,6 +32,12 @@ def test_an_agent_that_shuts_down_closes_its_sessions(fleet: Fleet) -> None:
     session.turn("Hello again.", 10)
     session.turn(" It works.", 10)
     session.close()
+
+
+@pytest.mark.kills
+def test_an_engine_ends_with_its_shim(fleet: Fleet) -> None:
+    status = fleet.engine.stop(ENGINE_STOP_SECONDS_MAX)
+    assert status == 0, f"the engine's exit status within {ENGINE_STOP_SECONDS_MAX} s of TERM"
 
 
 @pytest.mark.kills

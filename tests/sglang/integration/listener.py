@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-VERSION = 7
+VERSION = 9
 # Messages come at once, or after some seconds on a loaded machine.
 REPORTED_SECONDS_MAX = 60
 HELLO_NAMES = (
@@ -25,7 +25,7 @@ HELLO_NAMES = (
 ).split()
 HEAD_NAMES = (
     "total available evictable protected held uncached rows_total rows_free running waiting "
-    "events_lost recounts samples samples_ns weight_changes has_old_kv"
+    "events_lost recounts samples samples_ns weight_changes has_old_kv host"
 ).split()
 EVENTS = ("Opened", "Closed", "Committed", "Aborted")
 
@@ -147,15 +147,19 @@ class Listener:
         """Asks the shim to demote the session. Returns its refusal, which is empty if it did."""
         return self._request("Demote", id)
 
+    def prefetch(self, id: str, tokens_max: int = 1 << 20) -> tuple[int, str]:
+        """Asks the shim to load the session's KV. Returns how many tokens it loads, or a refusal."""
+        return self._request("Prefetch", id, tokens_max)
+
     def inspect(self, id: str) -> Session | None:
         """Asks the shim for the session's state. Returns None if the engine doesn't have it."""
         return self._request("Inspect", id)
 
-    def _request(self, kind: str, id: str) -> Any:
+    def _request(self, kind: str, id: str, *more: Any) -> Any:
         """Sends a request about a session, and returns its answer."""
         self._requests += 1
         number = self._requests
-        self._command(kind, number, id)
+        self._command(kind, number, id, *more)
         self.wait(f"an answer to {kind} of {id}", lambda state: number in state.answers)
         return self.state.answers[number]
 
@@ -257,6 +261,9 @@ def _event(state: ShimState, name: str, values: list) -> None:
     if name == "Demoted":
         number, _id, refusal = values
         state.answers[number] = refusal or ""
+    elif name == "Prefetched":
+        number, _id, tokens, refusal = values
+        state.answers[number] = (tokens, refusal or "")
     elif name == "Inspected":
         number, session = values
         state.answers[number] = session and Session(*session[1:])

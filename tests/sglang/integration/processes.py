@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from integration import wire
+from integration.preloaded import Forked
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -34,7 +35,7 @@ class Process:
 
     name: str
     log: Path
-    popen: subprocess.Popen = field(repr=False)
+    popen: subprocess.Popen | Forked = field(repr=False)
 
     @classmethod
     def start(
@@ -126,6 +127,20 @@ def shim_env(socket_path: Path, bin_dir: Path) -> dict[str, str]:
         "BERTH_SHIM_SOCKET": str(socket_path),
         "BERTH_KV_LIBRARY": str(bin_dir / "libberth_kv.so"),
     }
+
+
+# The flags of a hierarchical cache on a CPU, without its size.
+TIER_FLAGS = [
+    "--enable-hierarchical-cache",
+    "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct",
+]
+
+
+def tier_env(env: dict[str, str]) -> dict[str, str]:
+    """Adds the plugin that lets an engine on a CPU run its hierarchical cache."""
+    plugin = Path(__file__).resolve().parents[1] / "hicache_on_cpu"
+    paths = [str(plugin), env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+    return env | {"PYTHONPATH": ":".join(filter(None, paths))}
 
 
 _next_port = int(os.environ.get("BERTH_PORT_FIRST", 20_000 + os.getpid() % 10_000))

@@ -428,7 +428,7 @@ def test_an_unknown_version_works_but_for_what_it_lacks(fleet: Fleet) -> None:
     env = shim_env(path, fleet.bin_dir)
     env["PYTHONPATH"] = f"{folder}:{env['PYTHONPATH']}"
     with Listener(path) as listener:
-        engine, url = start_engine(folder, fleet.page_size, env=env)
+        engine, url = start_engine(folder, fleet.page_size, env=env, is_forked=False)
         try:
             wait_engine(engine, url)
             hello = listener.wait("hello", lambda state: state.hello)

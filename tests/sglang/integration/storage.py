@@ -8,7 +8,6 @@ If the last test fails because the engine lives, SGLang has mended the fault: th
 `worker-agent/src/engine/retentions.rs` gets that version.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,14 +15,13 @@ import pytest
 
 from integration import wire
 from integration.fleet import (
-    ENGINE_STOP_SECONDS_MAX,
     SETTLE_SECONDS_MAX,
     Fleet,
     binaries,
     launch_engine,
     wait_engine,
 )
-from integration.processes import free_ports, shim_env, wait_until
+from integration.processes import TIER_FLAGS, free_ports, shim_env, tier_env, wait_until
 from integration.turns import (
     Pinned,
     body,
@@ -34,11 +32,7 @@ from integration.turns import (
     refusal_code,
 )
 
-PLUGIN = Path(__file__).resolve().parents[1] / "hicache_on_cpu"
-STORAGE_FLAGS = [
-    "--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-io-backend", "direct",
-    "--hicache-mem-layout", "page_first_direct", "--hicache-storage-backend", "file",
-]
+STORAGE_FLAGS = [*TIER_FLAGS, "--hicache-ratio", "4", "--hicache-storage-backend", "file"]
 # Says what a worker doesn't offer after the time that its shims have to come.
 LOG_LINE = "the engine doesn't offer a retention"
 DEAD_SECONDS_MAX = 60
@@ -46,12 +40,8 @@ DEAD_SECONDS_MAX = 60
 
 def storage_env(folder: Path, env: dict | None = None) -> dict[str, str]:
     """Returns the environment of an engine with its storage in this folder."""
-    env = env or {}
-    paths = [str(PLUGIN), env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
-    return env | {
-        "PYTHONPATH": ":".join(filter(None, paths)),
-        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "storage"),
-    }
+    storage = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "storage")}
+    return tier_env(env or {}) | storage
 
 
 @pytest.fixture(scope="module")
@@ -143,4 +133,4 @@ def test_the_bare_engine_still_ends_at_the_second_turn(
         assert engine.wait(DEAD_SECONDS_MAX) is not None, "the engine lives"
         assert "in _prefetch_kvcache" in engine.log.read_text(errors="replace")
     finally:
-        engine.stop(ENGINE_STOP_SECONDS_MAX)
+        engine.stop(0)

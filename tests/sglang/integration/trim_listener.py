@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-VERSION = 7
+VERSION = 9
 # The `tokens_max` of a prompt that isn't bounded.
 ROOM = 1 << 20
 

@@ -30,12 +30,18 @@ def arguments() -> argparse.Namespace:
         help=f"size of the engine's pool (default {POOL_TOKENS})",
     )
     parser.add_argument(
+        "--host-ratio", type=float, default=0, metavar="R",
+        help="size of a host tier as a multiple of the pool (default: none); only through Berth",
+    )
+    parser.add_argument(
         "--at", nargs=4, metavar=("ENGINE", "ROUTER", "DATA", "ADMIN"),
         help="a fleet that runs: URLs of engine and router, the agent's data and admin address",
     )
     options = parser.parse_args()
     if options.bare and (options.guarded or options.at):
         parser.error("--bare starts an engine of its own, and nothing else")
+    if options.host_ratio and (options.at or options.bare):
+        parser.error("--host-ratio is for an engine that is started for Berth")
     options.simulated = options.soak is None
     options.count = options.soak_sim if options.simulated else options.soak
     return options

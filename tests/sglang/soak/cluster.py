@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from integration.fleet import CONTEXT_TOKENS, Fleet, binaries, start_engine, wait_engine
-from integration.processes import Process, free_ports, shim_env
+from integration.processes import TIER_FLAGS, Process, free_ports, shim_env, tier_env
 from soak.tokens import VOCABULARY
 
 ROWS = 8
@@ -21,11 +21,14 @@ class Cluster(Fleet):
 
     simulated: bool = False
     pool_tokens: int = POOL_TOKENS
+    # The size of the host tier as a multiple of the pool; 0 for none.
+    host_ratio: float = 0
 
     def start_engine(self) -> None:
         print(
             f"soak: starting the {'simulator' if self.simulated else 'engine'}: {ROWS} rows, "
-            f"{self.pool_tokens} tokens, page size {self.page_size}",
+            f"{self.pool_tokens} tokens, {self.host_ratio:g} times as many on the host, "
+            f"page size {self.page_size}",
             flush=True,
         )
         start = self._start_simulator if self.simulated else self._start_real
@@ -34,8 +37,17 @@ class Cluster(Fleet):
         print(f"soak: ready after {seconds:.1f} s", flush=True)
 
     def _start_real(self) -> tuple[Process, str]:
-        env = shim_env(self.shim_socket, self.bin_dir)
-        return start_engine(self.folder, self.page_size, ROWS, self.pool_tokens, env)
+        env, more = shim_env(self.shim_socket, self.bin_dir), []
+        if self.host_ratio:
+            env, more = tier_env(env), [*TIER_FLAGS, *self._ratio()]
+        return start_engine(self.folder, self.page_size, ROWS, self.pool_tokens, env, more=more)
+
+    def _sim_tier_flags(self) -> list[str]:
+        # Only a shim loads KV ahead.
+        return [TIER_FLAGS[0], *self._ratio(), "--shim-socket", str(self.shim_socket)]
+
+    def _ratio(self) -> list[str]:
+        return ["--hicache-ratio", str(self.host_ratio)]
 
     def _start_simulator(self) -> tuple[Process, str]:
         # The agent needs nothing else of the model.
@@ -55,6 +67,7 @@ class Cluster(Fleet):
             "--enable-streaming-session",
             "--enable-session-radix-cache",
             "--health-ms", "50",
+            *(self._sim_tier_flags() if self.host_ratio else []),
         ]
         return Process.start("engine", command, self.folder), f"http://127.0.0.1:{port}"
 

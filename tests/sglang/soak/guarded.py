@@ -52,7 +52,8 @@ def run(options: argparse.Namespace, folder: Path, verdicts: Verdicts, stack: Ex
     verdicts.add("with all sessions closed nothing is held", found.held, f"{found.closes} times")
     detail = f"{len(found.turns)} judged, {found.ties} within the noise"
     verdicts.add("every answer is the one to its client's own context", found.wrong, detail)
-    verdicts.add("the workload met what it is for", _unmet(report, options.count))
+    moves = bool(fleet.host_ratio) and not options.simulated
+    verdicts.add("the workload met what it is for", _unmet(report, options.count, moves))
     _check_the_oracle(engine, oracle, found.turns, options.seed, verdicts)
 
 
@@ -63,6 +64,7 @@ def _started(options: argparse.Namespace, folder: Path, stack: ExitStack) -> clu
         options.page_size,
         simulated=options.simulated,
         pool_tokens=options.pool_tokens,
+        host_ratio=options.host_ratio,
     )
     stack.callback(fleet.stop)
     fleet.start_engine()
@@ -112,7 +114,7 @@ class _Found:
         print(f"  closed {at}{len(turns)} answers judged, {len(wrong)} wrong", flush=True)
 
 
-def _unmet(report: Report, count: int) -> list[str]:
+def _unmet(report: Report, count: int, moves: bool) -> list[str]:
     """Returns what a run of this length must have met and hasn't: such a run shows nothing."""
     needed = {
         "an overlapping turn refused": report.count_of("overlapping turn", "409 session_busy"),
@@ -129,6 +131,11 @@ def _unmet(report: Report, count: int) -> list[str]:
         "a foreign id": report.count_of("foreign id", "400 token_out_of_vocabulary"),
         "a pin refused": report.count_with_status(429),
     }
+    if moves:
+        needed |= {
+            "a session demoted": report.count_of("demote", "204 engine"),
+            "a session's KV loaded": report.count_of("prefetch", "200 engine"),
+        }
     if count < COUNT_FOR_ALL:
         return []
     return [f"not once: {what}" for what, times in needed.items() if not times]

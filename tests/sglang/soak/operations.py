@@ -200,6 +200,28 @@ def foreign(user: User) -> None:
         _refused_turn(user, "foreign id", session, ids)
 
 
+def demote(user: User) -> None:
+    """Has a session's KV given up to the cache, from where it may fall to the host. Its next turn
+    goes on as if nothing had happened."""
+    if session := user.ready_session("demote"):
+        _moved(user, "demote", session)
+
+
+def prefetch(user: User) -> None:
+    """Has a session's KV loaded from the host, whatever is there of it."""
+    if session := user.chance.choice((user.pinned, user.tagged)):
+        _moved(user, "prefetch", session)
+
+
+def _moved(user: User, name: str, session: ClientSession) -> None:
+    reply = user.target.move(session.id, name)
+    user.report.count(name, reply.outcome)
+    # Berth may have closed the session already, and what can't be done now has a code.
+    is_refused = reply.code and reply.status in (404, 409, 410, 429)
+    if reply.status not in (200, 204) and not is_refused:
+        user.report_broken(name, f"{reply.outcome} {reply.message}")
+
+
 def _refused_turn(user: User, name: str, session: ClientSession, ids: list[int]) -> None:
     reply = user.send_turn(session, ids, 4)
     user.report.count(name, reply.outcome)
@@ -226,13 +248,18 @@ MIX: dict[Callable[[User], None], int] = {
     foreign: 2,
 }
 
-NAMES = {operation.__name__: operation for operation in MIX}
+# What clients do beside these where the engine has a host tier.
+TIER_MIX: dict[Callable[[User], None], int] = {demote: 8, prefetch: 8}
+
+NAMES = {operation.__name__: operation for operation in MIX | TIER_MIX}
 
 
 def mix(target: Target) -> dict[Callable[[User], None], int]:
     """Returns the operations with their weights. The bare engine gets no foreign id, which would
     end it at once and hide all that sessions do."""
-    return {op: weight for op, weight in MIX.items() if target.guarded or op is not foreign}
+    if target.guarded:
+        return MIX | (TIER_MIX if target.has_host_tier else {})
+    return {op: weight for op, weight in MIX.items() if op is not foreign}
 
 
 def perform(user: User, operation: Callable[[User], None]) -> None:

@@ -10,7 +10,7 @@ import random
 from typing import Any, Protocol
 
 from integration import wire
-from integration.fleet import Fleet
+from soak.cluster import Cluster
 from soak.session import ClientSession
 from soak.wire import Call, Reply, read
 
@@ -27,6 +27,8 @@ class Target(Protocol):
     name: str
     # Whether Berth's promises apply: then a broken promise is a failure.
     guarded: bool
+    # Whether the engine has a host tier, between which and the device Berth moves sessions.
+    has_host_tier: bool
     # The seconds after which a turn counts as hanging.
     turn_seconds: float
 
@@ -35,6 +37,8 @@ class Target(Protocol):
     def close(self, id: str) -> Reply: ...
 
     def is_there(self, id: str) -> bool: ...
+
+    def move(self, id: str, where: str) -> Reply: ...
 
     def pinned(
         self, chance: random.Random, session: ClientSession, body: dict[str, Any]
@@ -57,7 +61,8 @@ class BerthTarget:
     guarded = True
     turn_seconds = TURN_SECONDS_MAX
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: Cluster):
+        self.has_host_tier = bool(fleet.host_ratio)
         self._router = fleet.router_url
         self._agent = f"http://{fleet.agent_data}"
 
@@ -71,6 +76,9 @@ class BerthTarget:
 
     def is_there(self, id: str) -> bool:
         return _request("GET", f"{self._router}/v1/sessions/{id}").status != 404
+
+    def move(self, id: str, where: str) -> Reply:
+        return _request("POST", f"{self._router}/v1/sessions/{id}/{where}")
 
     def pinned(self, chance: random.Random, session: ClientSession, body: dict[str, Any]) -> Call:
         if session.opened_by_turn and not session.sent:
@@ -95,8 +103,9 @@ class BerthTarget:
 
     def _claimed(self, id: str, body: dict[str, Any], **more: Any) -> Call:
         # The principal that the router assigns to clients without a credential.
-        claim = {"principal": "anonymous", "id": id, **more}
-        return Call(f"{self._agent}/generate", body, {"x-berth-session": json.dumps(claim)})
+        envelope = {"principal": "anonymous", "session": {"id": id, **more}}
+        headers = {"x-berth-turn-envelope": json.dumps(envelope)}
+        return Call(f"{self._agent}/generate", body, headers)
 
 
 class BareTarget:
@@ -104,9 +113,10 @@ class BareTarget:
 
     name = "bare"
     guarded = False
+    has_host_tier = False
     turn_seconds = BARE_TURN_SECONDS_MAX
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: Cluster):
         self._engine = fleet.engine_url
 
     def open(self, session: ClientSession) -> Reply:
@@ -119,6 +129,9 @@ class BareTarget:
 
     def is_there(self, id: str) -> bool:
         return False  # The engine doesn't tell.
+
+    def move(self, id: str, where: str) -> Reply:
+        raise NotImplementedError("a bare engine moves no session")
 
     def pinned(self, chance: random.Random, session: ClientSession, body: dict[str, Any]) -> Call:
         return Call(f"{self._engine}/generate", {**body, "session_params": {"id": session.id}})

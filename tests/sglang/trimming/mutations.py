@@ -17,6 +17,7 @@ SHIM = HERE.parents[1] / "worker-agent/shim"
 SEAMS = ["trimming/test_seams.py"]
 LINK = ["trimming/test_link.py"]
 TRIMMING = [f"trimming/test_{name}.py" for name in ("trimmer", "questions", "trim", "seams")]
+PREFETCHING = ["trimming/test_prefetch.py"]
 REPUBLISHING = ["trimming/test_republish.py", *SEAMS]
 OPTIONS = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutations", "--exitfirst"]
 # For each rule: its name, the file, the text of the rule, and the text that replaces it.
@@ -495,6 +496,46 @@ MUTATIONS = [
         "off = {}",
     ),
     (
+        "a load gives way to prompts that wait", "prefetch",
+        "            scheduler.waiting_queue\n            # It",
+        "            False\n            # It",
+    ),
+    (
+        "nothing is loaded while the engine is paused", "prefetch",
+        "            or scheduler._engine_paused\n",
+        "",
+    ),
+    (
+        "a prefetch counts as a use of the KV", "prefetch",
+        "return None if leaf is None else self._matched_node(_tokens_to(leaf), leaf.key)",
+        "return leaf",
+    ),
+    (
+        "no core without nodes is asked for them", "prefetch",
+        "            getattr(tree.tree_core, \"kv_events\", None), \"record_store\"\n",
+        "            tree, \"__class__\"\n",
+    ),
+    (
+        "a load gives way to a full batch", "prefetch",
+        "            or scheduler.req_to_token_pool.available_size() == 0\n",
+        "",
+    ),
+    (
+        "running turns keep room while a load lasts", "prefetch",
+        " - growing * GROWTH_TOKENS_MAX",
+        "",
+    ),
+    (
+        "no load is longer than it may be", "prefetch",
+        "        if tokens > tokens_max:\n",
+        "        if False:\n",
+    ),
+    (
+        "what is computed next waits for a load", "prefetch",
+        "        self._scheduler.forward_stream.wait_event(finished)\n",
+        "",
+    ),
+    (
         "a hello that changed while it was sent is sent again", "link",
         "if sent_hello is not self._hello:",
         "if False:",
@@ -513,7 +554,8 @@ def tests_pass_without(rule: str, file: str, old: str, new: str) -> bool:
         path.write_text(text.replace(old, new))
         env = os.environ | {"PYTHONPATH": folder}
         of_seams = dict.fromkeys(("probe", "__init__", "audit"), SEAMS)
-        files = (of_seams | {"republish": REPUBLISHING, "link": LINK}).get(file, TRIMMING)
+        own = {"republish": REPUBLISHING, "link": LINK, "prefetch": PREFETCHING}
+        files = (of_seams | own).get(file, TRIMMING)
         command = [sys.executable, "-B", "-m", "pytest", *OPTIONS, *files]
         run = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
         assert run.returncode in (0, 1), f"{rule}: no test ran\n{run.stdout}\n{run.stderr}"

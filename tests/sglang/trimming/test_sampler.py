@@ -71,7 +71,10 @@ class Engine:
             can_begin=False, has_answer=False, is_running=False, forget_request=lambda: None,
             begin=lambda: None, advance=lambda: None, publish_chunk=lambda: None,
         )
-        self.sampler = sampler.Sampler(self.scheduler, self.link, None, no_work, no_work)
+        no_host = SimpleNamespace(read=lambda: None)
+        self.sampler = sampler.Sampler(
+            self.scheduler, self.link, None, no_work, no_work, no_host, no_work
+        )
 
     def add(self, id: str) -> None:
         turn = SimpleNamespace(

@@ -153,11 +153,13 @@ def test_every_import_is_a_seam() -> None:
 HELD = {
     "allocator": "BaseTokenToKVPoolAllocator", "batch": "ScheduleBatch",
     "body": "GenerateReqInput OpenSessionReqInput CloseSessionReqInput",
-    "controller": "SessionController", "forward_mode": "ForwardMode",
+    "controller": "SessionController HiCacheController",
+    "copy": "HiCacheAck CacheOperation", "forward_mode": "ForwardMode",
     "grammar_manager": "GrammarManager", "kv": "ReqKvInfo", "kv_events": "KVCacheEventRecorder",
+    "load": "HiCacheAck",
     "manager": "TokenizerManager", "node": "UnifiedTreeNode SessionReqNode",
     "other": "Req", "parallel": "ParallelContext", "parent": "UnifiedTreeNode",
-    "pool_stats": "PoolStats", "pool_stats_observer": "SchedulerPoolStatsObserver",
+    "pool": "HostPoolGroup", "pool_stats": "PoolStats", "pool_stats_observer": "SchedulerPoolStatsObserver",
     "publisher": "SchedulerKvEventsPublisher", "req_to_token_pool": "ReqToTokenPool",
     "request": "Req OpenSessionReqInput", "request_state": "ReqState",
     "result": "OpenSessionReqOutput UpdateWeightFromDiskReqOutput", "root": "UnifiedTreeNode",
@@ -169,7 +171,7 @@ HELD = {
     "tree": "UnifiedRadixCache UnifiedTreeCore", "tree_cache": "UnifiedRadixCache",
 }
 # Read only where a check says that it is there.
-CHECKED = {("state", "abort_sent")}
+CHECKED = {("state", "abort_sent"), ("kv", "cache_inserted_len")}
 
 
 def test_every_read_of_an_engine_object_is_a_seam() -> None:

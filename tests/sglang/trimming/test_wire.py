@@ -25,13 +25,14 @@ MESSAGES = {
     ),
     "update": wire.Update(
         seq=1,
-        facts=wire.RankFacts(*range(2, 17), True),
+        facts=wire.RankFacts(*range(2, 17), True, wire.HostFacts(*range(17, 24))),
         begins_table=True,
         ends_table=False,
         events=[
             wire.Opened("a", False), wire.Closed("b"), wire.Committed("c", "rid-1", 60, True),
             wire.Aborted("d", True), wire.Demoted(1 << 40, "e", "busy"),
-            wire.Demoted(8, "f", None), wire.Inspected(9, None),
+            wire.Demoted(8, "f", None), wire.Prefetched(1 << 40, "h", 1 << 33, None),
+            wire.Prefetched(8, "i", 0, "busy"), wire.Inspected(9, None),
             wire.Inspected(1 << 40, wire.SessionFacts("g", True, True, False, 3, 2, 1, 4)),
         ],
         gone_ids=["gone-é"],
@@ -49,6 +50,7 @@ MESSAGES = {
 }
 COMMANDS = {
     "demote": wire.Demote(1 << 40, "sé-1"),
+    "prefetch": wire.Prefetch(7, "sé-1", 1 << 33),
     "inspect": wire.Inspect(7, "sé-1"),
     "sample-now": wire.SampleNow(),
     "audit": wire.Audit(1 << 40),
@@ -102,7 +104,7 @@ class TestFrames(unittest.TestCase):
         ids = names[: wire.SESSIONS_MAX]
         count = (U32_MAX,) * 4
         update = wire.Update(
-            U64_MAX, wire.RankFacts(*(U64_MAX,) * 15, True), True, True,
+            U64_MAX, wire.RankFacts(*(U64_MAX,) * 15, True, wire.HostFacts(*(U64_MAX,) * 7)), True, True,
             [wire.Committed(name, name, U32_MAX, True) for name in names[: wire.EVENTS_MAX]], ids,
             [wire.SessionFacts(id, True, True, True, *count) for id in ids],
         )

@@ -15,6 +15,7 @@ seam is missing is off, and the agent learns why.
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from .probe import ImportedEngine, log_off, off_reasons
 from .seams import FUNCTIONS
 
 if TYPE_CHECKING:
+    from .host import HostTier
     from .sampler import Sampler
 
 __version__ = "0.1.0"
@@ -85,12 +87,15 @@ class _Shim:
     def __init__(self) -> None:
         # None in a scheduler that doesn't report, and after the first error.
         self._sampler: "Sampler | None" = None
+        # None until the sampler was created.
+        self._host: "HostTier | None" = None
         # None in a scheduler that doesn't report. The hello is each connection's first message.
         self._link: Link | None = None
         self._hello: wire.Hello | None = None
         self._version, self._off = "", dict[str, str]()
         self._is_processing_step = False
         self._is_ending_turn = False
+        self._end_load = self._contain_errors(self._record_load)
         self._end_step = self._contain_errors(
             lambda _scheduler, batch, *a, **k: self._call_sampler("end_step", batch)
         )
@@ -132,6 +137,8 @@ class _Shim:
         hook_after(_SESSION + "abort_req", lambda _, session, *a, **k: self._call_sampler_for(
             session, "report_abort", self._is_ending_turn))
         hook_around(_STREAMING_SESSIONS + "try_cache_finished_req", self._around_finish)
+        if "host" not in self._off:
+            hook_around(_RADIX_CACHE + "ready_to_load_host_cache", self._around_load)
         if "guarding" not in self._off:
             hook_around(_SCHEDULER + "_prefetch_kvcache", self._around_prefetch)
         hook_after(_RADIX_CACHE + "reset", lambda *a, **k: self._call_sampler("report_flush"))
@@ -181,6 +188,8 @@ class _Shim:
     def _start_sampler(self, scheduler: Any) -> None:
         """Creates the sampler, and completes the hello by what its parts can do on this engine."""
         from .audit import Auditor
+        from .host import HostTier
+        from .prefetch import Prefetcher
         from .republish import Republisher
         from .sampler import Sampler
 
@@ -195,7 +204,11 @@ class _Shim:
         )
         self._link.set_hello(wire.encode(self._hello))
         refusal = self._hello.undemotable_reason
-        self._sampler = Sampler(scheduler, self._link, refusal, auditor, republisher)
+        self._host = HostTier(scheduler, self._off.get("host", ""))
+        self._sampler = Sampler(
+            scheduler, self._link, refusal, auditor, republisher, self._host,
+            Prefetcher(scheduler, self._off.get("prefetching", "")),
+        )
         # With `--sleep-on-idle`, an idle scheduler polls its sockets for up to a second: a command
         # must wake it.
         if poller := getattr(scheduler.idle_sleeper, "poller", None):
@@ -219,6 +232,13 @@ class _Shim:
         finally:
             self._is_ending_turn = False
 
+    def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the engine's function that begins loads from the host, and times them."""
+        begin_ns = time.perf_counter_ns()
+        producer = original(*args, **kwargs)
+        self._end_load(producer, begin_ns)
+        return producer
+
     def _around_prefetch(
         self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -232,6 +252,11 @@ class _Shim:
             if self._sampler is not None:
                 self._fail("guard", error)
         return None if is_left_out else original(scheduler, request, *args, **kwargs)
+
+    def _record_load(self, producer: int, begin_ns: int) -> None:
+        # The engine returns -1 if it had no load to begin.
+        if self._sampler is not None and producer >= 0:
+            self._host.record_load(begin_ns)
 
     def _sample_idle(self) -> None:
         # Inside a step's processing its results are not complete; `end_step` samples afterwards.

@@ -7,6 +7,9 @@ holds the KV between turns, hands its KV record and its lock back to the session
 whose KV `release_kv_cache` moves into the tree. Call `demote` only where the engine also closes
 sessions: before the requests of a step are handled.
 
+An engine with a hierarchical cache copies the KV to the host then, or when it evicts it, so that
+the session's next turn costs a load and no computing.
+
 Ranks that share a session (tensor, pipeline or context parallelism) would have to demote it in the
 same step, but only one of them receives the agent's commands. `demotion_refusal` also refuses
 configurations in which demotion was never tested on an engine.
@@ -28,9 +31,8 @@ def demotion_refusal(scheduler: Any) -> str:
         ) != (1, 1, 1),
         "the radix cache is off": tree.disable,
         "the model keeps state beside its KV": scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm,
-        "KV lies outside the device too": (
-            scheduler.enable_hierarchical_cache
-            or scheduler.enable_hisparse
+        "KV of one prompt lies on the device and outside of it": (
+            scheduler.enable_hisparse
             # SGLang 0.5.20 has another tree cache with LMCache, for which the shim is inert.
             or getattr(scheduler, "enable_lmcache", False)
         ),
@@ -52,7 +54,7 @@ def demote(scheduler: Any, id: str) -> str:
         return "unknown"
     slots = scheduler.tree_cache.session.slots
     slot = slots.get(id)
-    request = _last_request(session)
+    request = last_request(session)
     refusals = {
         "in_flight": session._inflight,
         "closing": session.close_on_finish,
@@ -75,7 +77,7 @@ def demote(scheduler: Any, id: str) -> str:
     return ""
 
 
-def _last_request(session: Any) -> Any:
+def last_request(session: Any) -> Any:
     """Returns the request of the session's last committed turn; None if there is none."""
     if session.committed_origin_len is None or len(session.req_nodes) != 1:
         return None
@@ -100,7 +102,17 @@ def _release(scheduler: Any, session: Any, slot: Any, request: Any) -> None:
         into_tree = {"is_insert": True}
     # If the request had a session, `release_kv_cache` would give the KV record back to the slot.
     request.session = None
+    tree = scheduler.tree_cache
+    copied_from_hits = tree.write_through_threshold
+    if getattr(tree, "cache_controller", None) is not None:
+        # With `write_through_selective` the engine copies KV to the host only when it is used a
+        # second time. All of this KV is: its session's next turn will want it. Other policies
+        # don't differ. SGLang 0.5.20 and 0.5.21 don't know what was inserted before.
+        tree.write_through_threshold = 1
+        if hasattr(request.kv, "cache_inserted_len"):
+            request.kv.cache_inserted_len = 0
     try:
-        release_kv_cache(request, scheduler.tree_cache, **into_tree)
+        release_kv_cache(request, tree, **into_tree)
     finally:
+        tree.write_through_threshold = copied_from_hits
         request.session = session

@@ -22,6 +22,8 @@ from msgspec.structs import replace
 
 from . import demotion, wire
 from .audit import Auditor
+from .host import HostTier
+from .prefetch import Prefetcher
 from .link import Link
 from .republish import Republisher
 from .table import SessionTable, answer_tokens
@@ -52,11 +54,15 @@ class Sampler:
         demotion_refusal: str | None,
         auditor: Auditor,
         republisher: Republisher,
+        host: HostTier,
+        prefetcher: Prefetcher,
     ):
         self._scheduler = scheduler
         self._link = link
         self._auditor = auditor
         self._republisher = republisher
+        self._host = host
+        self._prefetcher = prefetcher
         self._demotion_refusal = demotion_refusal
         self._table = SessionTable(scheduler)
         # The following state holds for this connection.
@@ -68,6 +74,7 @@ class Sampler:
         # An inspection comes with the first pass that may carry it out. `_pass` counts the passes
         # that had work.
         self._demotions: deque[wire.Demote] = deque()
+        self._prefetches: deque[wire.Prefetch] = deque()
         self._inspections: deque[tuple[int, wire.Inspect]] = deque()
         self._pass = 0
         self._next_seq = 0
@@ -118,7 +125,8 @@ class Sampler:
         """Reports that the engine's weights may have changed."""
         self._weight_changes += 1
         figures = self._read_figures()
-        self._has_old_kv = figures.available_tokens < figures.pool_tokens
+        is_host_in_use = figures.host is not None and figures.host.used_tokens > 0
+        self._has_old_kv = figures.available_tokens < figures.pool_tokens or is_host_in_use
 
     def _queue_event(self, kind: type[wire.Event], id: str, *fields: Any) -> None:
         """Queues a session's event for the next update. `fields` follow the id."""
@@ -138,7 +146,7 @@ class Sampler:
     def has_work(self) -> bool:
         """Whether a command, a requested audit, or a chunk of the tree to publish is waiting."""
         return bool(
-            self._link.has_commands or self._demotions or self._inspections
+            self._link.has_commands or self._demotions or self._inspections or self._prefetches
             or self._auditor.can_begin or self._republisher.is_running
         )
 
@@ -156,6 +164,8 @@ class Sampler:
                     self._republisher.begin()
                 case wire.Demote():
                     self._demotions.append(command)
+                case wire.Prefetch():
+                    self._prefetches.append(command)
                 case wire.Inspect():
                     self._inspections.append((self._pass + INSPECTION_PASSES, command))
         self._carry_out_requests()
@@ -172,11 +182,13 @@ class Sampler:
                 self._unsent_events.append(wire.Inspected(command.number, facts))
             elif self._demotions:
                 self._demote(self._demotions.popleft())
+            elif self._prefetches:
+                self._prefetch(self._prefetches.popleft())
             else:
                 break
             if time.perf_counter() >= deadline_seconds:
                 break
-        if self._inspections or self._demotions:
+        if self._inspections or self._demotions or self._prefetches:
             # An idle scheduler must not sleep before the next pass.
             self._link.wake()
 
@@ -186,6 +198,12 @@ class Sampler:
         refusal = self._demotion_refusal or demotion.demote(self._scheduler, id)
         self._table.touched_ids.add(id)
         self._unsent_events.append(wire.Demoted(number, id, refusal or None))
+
+    def _prefetch(self, command: wire.Prefetch) -> None:
+        """Begins to load a session's KV, and queues the answer."""
+        tokens, refusal = self._prefetcher.prefetch(command.session, command.tokens_max)
+        answer = wire.Prefetched(command.number, command.session, tokens, refusal or None)
+        self._unsent_events.append(answer)
 
     def send_heartbeat(self) -> None:
         """Sends an update if none was sent for a while, although nothing has changed. Called in
@@ -297,6 +315,7 @@ class Sampler:
             self._unsent_events.clear()
             # Requests of an earlier connection need no answers any more.
             self._demotions.clear()
+            self._prefetches.clear()
             self._inspections.clear()
 
     def _read_state(self, deadline_seconds: float) -> wire.RankFacts | None:
@@ -368,4 +387,5 @@ class Sampler:
             waiting=len(scheduler.waiting_queue),
             weight_changes=self._weight_changes,
             has_old_kv=self._has_old_kv,
+            host=self._host.read(),
         )

@@ -8,6 +8,8 @@ the *functions* of the shim that need the seam are off, and the others work:
 - `demotion`: moves an idle session's KV into the radix tree.
 - `audit`: checks who holds each page.
 - `republishing`: publishes the radix tree again as KV events.
+- `host`: counts KV that the engine has copied to the host's memory, and times its loads.
+- `prefetching`: loads a session's KV from there before its next turn.
 - `guarding`: keeps turns of pinned sessions from the engine's storage, which would end the engine,
   and says whether the model has a second pool.
 - `trimming`: removes from a prompt what its session holds, in another process than the others.
@@ -19,7 +21,9 @@ Parts whose absence the shim's code itself expects (`getattr` with a default) ar
 from enum import Enum
 from typing import NamedTuple
 
-FUNCTIONS = ("reports", "demotion", "audit", "republishing", "guarding", "trimming")
+FUNCTIONS = (
+    "reports", "demotion", "audit", "republishing", "host", "prefetching", "guarding", "trimming",
+)
 
 
 class Kind(Enum):
@@ -27,8 +31,8 @@ class Kind(Enum):
 
     # A function that the shim wraps. `needs` are the first parameters in order.
     HOOK = "hook"
-    # A function that the shim calls. `needs` are its first parameters in order, and with `=` those
-    # passed by name (`a=|b=`: either). No other parameter may be required.
+    # A function that the shim calls. `needs` are its first parameters in order, then those passed
+    # by name, with `=` (`a=|b=`: either). All its other parameters must have defaults.
     CALL = "call"
     # A class whose instances the shim reads, or an enumeration. `needs` are the names of fields,
     # properties and methods (`a|b`: either).
@@ -66,12 +70,13 @@ _CACHE = _S + "mem_cache."
 _TREE = _CACHE + "unified_radix_cache:UnifiedRadixCache"
 _CORE = _CACHE + "unified_cache.unified_tree_core:"
 _MESSAGES = _S + "managers.io_struct:"
+_COPIES = _S + "managers.cache_controller:"
 _MANAGER = _S + "managers.tokenizer_manager:TokenizerManager"
 _CONTROL = _S + "managers.tokenizer_control_mixin:TokenizerControlMixin"
 _WEIGHTS = _PARTS + "weight_updater:SchedulerWeightUpdaterManager"
 _PARALLEL = f"{_CONTEXT}ParallelContext {_ARGUMENTS}parallel:Parallel"
 
-# A session's or a request's on the radix tree: one field, or three in older versions.
+# A session's or a request's lock on the radix tree: `lock`, or in older versions three fields.
 _LOCK = ("lock|last_node", "lock|lock_receipt", "lock|swa_prefix_lock_released")
 
 _ALL = ("reports", "trimming")
@@ -80,6 +85,9 @@ _DEMOTION = ("demotion",)
 _AUDIT = ("audit",)
 _LISTS_REQUESTS = ("demotion", "audit")
 _REPUBLISHING = ("republishing",)
+_HOST = ("host",)
+_PREFETCHING = ("prefetching",)
+_LOADS = ("host", "prefetching")
 _GUARDING = ("guarding",)
 _TRIMMING = ("trimming",)
 
@@ -165,17 +173,19 @@ SEAMS = (
     _fields(_REPORTS, _MESSAGES + "UpdateWeightFromDiskReqOutput", "success", "message"),
     # The requests that wait or run.
     _call(_LISTS_REQUESTS, _SCHEDULER + ".collect_inflight_reqs", "self"),
-    _fields(_LISTS_REQUESTS, _SCHEDULER, "grammar_manager", "chunked_req"),
+    _fields(_LISTS_REQUESTS, _SCHEDULER, "grammar_manager"),
+    _fields((*_LISTS_REQUESTS, *_PREFETCHING), _SCHEDULER, "chunked_req"),
     _fields(
         _LISTS_REQUESTS, _S + "constrained.grammar_manager:GrammarManager", "grammar_queue"
     ),
     _fields(_LISTS_REQUESTS, _BATCHES + "Req", "kv"),
-    # Where an engine can't demote or audit.
-    _fields((*_LISTS_REQUESTS, *_GUARDING), _SCHEDULER, "is_hybrid_swa", "is_hybrid_ssm"),
+    # They say which engines can't demote, audit or prefetch.
     _fields(
-        _LISTS_REQUESTS, _SCHEDULER, "enable_hierarchical_cache", "enable_hisparse",
-        "disaggregation_mode",
+        (*_LISTS_REQUESTS, *_PREFETCHING, *_GUARDING), _SCHEDULER, "is_hybrid_swa",
+        "is_hybrid_ssm",
     ),
+    _fields((*_LISTS_REQUESTS, *_PREFETCHING), _SCHEDULER, "disaggregation_mode"),
+    _fields(_LISTS_REQUESTS, _SCHEDULER, "enable_hisparse"),
     # Demotion: the engine's own way of moving a request's KV into the tree.
     _call(
         _DEMOTION, _CACHE + "common:release_kv_cache", "req", "tree_cache",
@@ -183,8 +193,8 @@ SEAMS = (
     ),
     _fields(_DEMOTION, _STREAMING + "SessionSlot", *_LOCK),
     _fields(_DEMOTION, _BATCHES + "Req", *_LOCK, "multimodal_inputs", "skip_radix_cache_insert"),
-    _fields(_DEMOTION, _TREE, "disable"),
-    _fields(_DEMOTION, _PARALLEL, "attn_tp_size", "attn_cp_size", "pp_size"),
+    _fields(_DEMOTION, _TREE, "disable", "write_through_threshold"),
+    _fields((*_DEMOTION, *_PREFETCHING), _PARALLEL, "attn_tp_size", "attn_cp_size", "pp_size"),
     _fields(_DEMOTION, _ARGUMENTS + "serving:Serving", "strip_thinking_cache"),
     _call(_DEMOTION, _CONTEXT + "get_spec"),
     _fields(_DEMOTION, _ARGUMENTS + "spec:Spec", "speculative_algorithm"),
@@ -206,11 +216,15 @@ SEAMS = (
         _REPUBLISHING, _PARTS + "kv_events_publisher:SchedulerKvEventsPublisher",
         "enable_kv_cache_events",
     ),
-    _fields(_REPUBLISHING, _TREE, "tree_core"),
+    _fields((*_REPUBLISHING, *_PREFETCHING), _TREE, "tree_core"),
     _fields(_REPUBLISHING, _CORE + "UnifiedTreeCore", "kv_events", "root_node", "page_size"),
     _fields(
-        _REPUBLISHING, _CORE + "UnifiedTreeNode", "id", "parent", "children", "key", "hash_value",
-        "event_hash_value", "evicted", "backuped",
+        (*_REPUBLISHING, *_PREFETCHING), _CORE + "UnifiedTreeNode", "id", "parent", "key",
+        "evicted",
+    ),
+    _fields(
+        _REPUBLISHING, _CORE + "UnifiedTreeNode", "children", "hash_value", "event_hash_value",
+        "backuped",
     ),
     _call(_REPUBLISHING, _CACHE + "radix_cache:RadixKey.child_key", "self", "page_size"),
     _call(_REPUBLISHING, _CACHE + "events:KVCacheEventRecorder.record_all_cleared", "self"),
@@ -219,6 +233,38 @@ SEAMS = (
         "medium=",
     ),
     _fields(_REPUBLISHING, _S + "disaggregation.kv_events:StorageMedium", "GPU", "CPU"),
+    # The host tier.
+    _hook(_LOADS, _TREE + ".ready_to_load_host_cache"),
+    _fields(_LOADS, _TREE, "cache_controller", "host_memory_mode", "device"),
+    _fields(_HOST, _TREE, "is_write_back", "evictable_size"),
+    _fields(_LOADS, _COPIES + "HiCacheController", "load_queue", "ack_load_queue"),
+    _fields(
+        _HOST, _COPIES + "HiCacheController", "mem_pool_host", "write_queue", "ack_write_queue"
+    ),
+    _fields(_HOST, _COPIES + "CacheOperation", "device_indices"),
+    _fields(_LOADS, _COPIES + "HiCacheAck", "finish_event"),
+    _fields(_HOST, _COPIES + "HiCacheAck", "start_event", "num_tokens", "timing_enabled"),
+    _fields(_HOST, _CACHE + "pool_host.group:HostPoolGroup", "logical_size", "available_size"),
+    # Prefetching: the engine's own way of loading what a turn needs.
+    _call(_PREFETCHING, _TREE + ".load_back", "self", "node_id", "mem_quota="),
+    _call(_PREFETCHING, _TREE + ".has_free_load_back_slot", "self"),
+    _call(_PREFETCHING, _TREE + ".match_prefix", "self", "params"),
+    _fields(_PREFETCHING, _TREE, "components", "ongoing_load_back", "load_back_threshold"),
+    _call(_PREFETCHING, _CACHE + "radix_cache:RadixKey.raw_token_ids", "self"),
+    _fields(_PREFETCHING, _CACHE + "radix_cache:RadixKey", "extra_key", "cache_salt"),
+    _call(_PREFETCHING, _CORE + "UnifiedTreeCore.node_by_id", "self", "node_id"),
+    _fields(_PREFETCHING, _CORE + "UnifiedTreeNode", "last_access_time"),
+    _fields(
+        _PREFETCHING, _CACHE + "unified_cache.components.base:TreeComponent", "_session_leaves"
+    ),
+    _call(_PREFETCHING, _CACHE + "base_prefix_cache:MatchPrefixParams", "key="),
+    _call(
+        _PREFETCHING, _CACHE + "radix_cache:RadixKey.__init__", "self", "token_ids", "extra_key",
+        "cache_salt=",
+    ),
+    _fields(_PREFETCHING, _CACHE + "base_prefix_cache:MatchResult", "best_match_node"),
+    _fields(_PREFETCHING, _BATCHES + "Req", "extra_key", "cache_salt"),
+    _fields(_PREFETCHING, _SCHEDULER, "forward_stream", "device_module", "_engine_paused"),
     # Guarding.
     _hook(_GUARDING, _SCHEDULER + "._prefetch_kvcache", "req"),
     _fields(_GUARDING, _BATCHES + "Req", "to_finish"),

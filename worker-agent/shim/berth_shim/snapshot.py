@@ -65,9 +65,8 @@ def audit_refusal(scheduler: Any) -> str:
         "prefill and decode share the device's processors": scheduler.enable_pdmux,
         "the model writes by diffusion": scheduler.dllm_config is not None,
         "the model keeps state beside its KV": scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm,
-        "KV lies outside the device too": (
-            scheduler.enable_hierarchical_cache
-            or scheduler.enable_hisparse
+        "KV of one prompt lies on the device and outside of it": (
+            scheduler.enable_hisparse
             # SGLang 0.5.20 has another tree cache with LMCache, for which the shim is inert.
             or getattr(scheduler, "enable_lmcache", False)
         ),

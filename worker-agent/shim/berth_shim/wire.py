@@ -1,7 +1,7 @@
 """Encodes the shim's messages to the agent, and decodes the agent's commands. Pure, no I/O.
 
-The shim's end of the protocol of `worker-agent/src/shim/codec.rs`, which also has the form of a
-frame, and names the types that explain the fields. The classes here have the same names as the
+The other end is `worker-agent/src/shim/codec.rs`: it defines the form of a frame, and says which
+types explain the fields. The classes here have the same names as the
 messages there, and the same fields in the same order.
 """
 
@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-VERSION = 7
+VERSION = 9
 # The largest update has 256 events, 512 ids of sessions that are gone and 512 changed sessions,
 # with names of 512 bytes. That is 0.8 MiB.
 FRAME_BYTES_MAX = 1 << 20
 EVENTS_MAX = 256
-# Of those that are gone, and of changed ones, in an update.
+# In an update: at most so many ids of sessions that are gone, and so many changed sessions.
 SESSIONS_MAX = 512
 # Sessions with longer names count in the sums, but are not listed. The names of Berth's sessions
 # have at most 172 bytes, whatever ids clients choose; the agent's build checks that.
@@ -57,6 +57,20 @@ class _TextMessage(_Texts, _Message):
     """A message with such texts."""
 
 
+class HostFacts(_Struct):
+    """The copies of KV in the host's memory."""
+
+    total_tokens: int
+    used_tokens: int
+    # What eviction on the host can free: an estimate.
+    evictable_tokens: int
+    loading_tokens: int
+    writing_tokens: int
+    # Of the timed loads since the shim's start.
+    loaded_tokens: int
+    loads_us: int
+
+
 class RankFacts(_Struct):
     pool_tokens: int
     available_tokens: int
@@ -76,6 +90,8 @@ class RankFacts(_Struct):
     # What has become of the engine's weights.
     weight_changes: int = 0
     has_old_kv: bool = False
+    # None without a hierarchical cache.
+    host: HostFacts | None = None
 
 
 class SessionFacts(_Struct):
@@ -116,12 +132,21 @@ class Demoted(_TextMessage):
     refusal: str | None
 
 
+class Prefetched(_TextMessage):
+    """`tokens` begin to be loaded. If none do, `refusal` says why."""
+
+    number: int
+    id: str
+    tokens: int
+    refusal: str | None
+
+
 class Inspected(_Message):
     number: int
     session: SessionFacts | None
 
 
-Event = Opened | Closed | Committed | Aborted | Demoted | Inspected
+Event = Opened | Closed | Committed | Aborted | Demoted | Prefetched | Inspected
 
 
 class PinSafety(_Texts, _Struct):
@@ -198,6 +223,12 @@ class Demote(_Message):
     session: str
 
 
+class Prefetch(_Message):
+    number: _Number
+    session: str
+    tokens_max: _Number
+
+
 class Inspect(_Message):
     number: _Number
     session: str
@@ -221,7 +252,7 @@ class Run(_Message):
     session: str | None
 
 
-Command = Demote | Inspect | SampleNow | Audit | Republish | Run
+Command = Demote | Prefetch | Inspect | SampleNow | Audit | Republish | Run
 
 # The engine may count in integers of another type, such as NumPy's.
 _encoder = msgspec.msgpack.Encoder(enc_hook=operator.index)

@@ -5,7 +5,7 @@
 //! engine's own. The engine has no id for some turns: these lose their connection to the engine,
 //! which then aborts them.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -14,15 +14,16 @@ use axum::{
     routing::post,
 };
 use contract::{
-    abort::{AbortRequest, PATH, TurnNames, TurnPart},
+    abort::{AgentAbortRequest, PATH, TurnNames, TurnPart},
+    id::TurnId,
     route::Kind,
 };
 use http::{HeaderMap, StatusCode};
 use http_body_util::{BodyExt as _, Limited};
 use parking_lot::Mutex;
 use service::{
+    abortable_turns::{AbortableTurn, AbortableTurns},
     refusal::{AbortedTurn, Code, Refusal},
-    running_turns::{RunningTurn, RunningTurns},
 };
 use tracing::debug;
 
@@ -37,8 +38,10 @@ pub(super) const ABORT_INTERVAL: Duration = Duration::from_millis(500);
 /// A body has the names of a large batch.
 const BODY_BYTES_MAX: usize = 512 << 10;
 
-pub type AgentTurns = RunningTurns<Arc<EngineTurn>>;
-pub(super) type AgentTurn = RunningTurn<Arc<EngineTurn>>;
+/// A turn is on its way here for about as long as its body takes.
+const EARLY_ABORTS_MAX: usize = 4096;
+
+pub(super) type AgentTurn = AbortableTurn<Arc<EngineTurn>>;
 
 #[derive(Debug)]
 pub struct EngineTurn {
@@ -46,6 +49,27 @@ pub struct EngineTurn {
     pub(super) reach: AbortReach,
     /// The engine's ids that are being aborted: at most one for each prompt.
     aborting: Mutex<Vec<String>>,
+}
+
+/// Clones share them.
+#[derive(Debug, Clone, Default)]
+pub struct AgentTurns {
+    running: AbortableTurns<Arc<EngineTurn>>,
+    /// Turns that a router aborted before they had arrived here. The oldest is first.
+    early_aborts: Arc<Mutex<VecDeque<TurnId>>>,
+}
+
+impl AgentTurns {
+    fn abort_early(&self, turns: Vec<TurnId>) {
+        let mut early = self.early_aborts.lock();
+        early.extend(turns);
+        let excess = early.len().saturating_sub(EARLY_ABORTS_MAX);
+        early.drain(..excess);
+    }
+
+    fn was_aborted_early(&self, turn: TurnId) -> bool {
+        self.early_aborts.lock().contains(&turn)
+    }
 }
 
 impl EngineTurn {
@@ -75,6 +99,7 @@ impl EngineTurn {
 /// `rid` is the turn's id inside the engine.
 pub(super) fn add_turn(
     turns: &AgentTurns,
+    turn_id: Option<TurnId>,
     principal: &str,
     parsed: &ParsedRequest,
     headers: &HeaderMap,
@@ -83,7 +108,12 @@ pub(super) fn add_turn(
     let names = parsed.names.clone().or_header(headers);
     let answer_id = rid.clone();
     let facts = EngineTurn { rid, reach: parsed.reach, aborting: Mutex::default() };
-    turns.add(principal, names, &answer_id, Arc::new(facts))
+    let running = turns.running.add(principal, names, &answer_id, Arc::new(facts));
+    // Looked at after the turn can be found by its names, so that no abort falls between.
+    if turn_id.is_some_and(|turn_id| turns.was_aborted_early(turn_id)) {
+        running.aborted_token().cancel();
+    }
+    running
 }
 
 pub(super) fn answer_unsent(kind: Kind, parsed: &ParsedRequest) -> Result<Response, Refusal> {
@@ -111,19 +141,27 @@ async fn abort(context: &TurnContext, request: Request) -> Result<(), Refusal> {
     let invalid = |_| Refusal::new(Code::InvalidJson, "the body is no abort request of a router");
     let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
     let body = body.map_err(|_| Refusal::new(Code::BodyTooLarge, "the abort request is too large"));
-    let request: AbortRequest = serde_json::from_slice(&body?.to_bytes()).map_err(invalid)?;
-    for turn in context.running_turns.abort(&request) {
+    let request: AgentAbortRequest = serde_json::from_slice(&body?.to_bytes()).map_err(invalid)?;
+    let AgentAbortRequest { request, unanswered } = request;
+    context.turns.abort_early(unanswered);
+    let mut rids = vec![];
+    for turn in context.turns.running.abort(&request) {
         for rid in turn.facts.rids(turn.part) {
-            let aborted = context.engine.abort(&rid).await;
             if turn.facts.begin_abort(&rid) {
-                repeat_abort(context, &turn.facts, rid);
+                repeat_abort(context, &turn.facts, rid.clone());
             }
-            aborted.map_err(|error| {
-                Refusal::new(Code::EngineDown, format!("can't abort at the engine: {error}"))
-            })?;
+            rids.push(rid);
         }
     }
-    Ok(())
+    let mut result = Ok(());
+    // After an error, the engine still gets the other aborts.
+    for rid in rids {
+        if let Err(error) = context.engine.abort(&rid).await {
+            let message = format!("can't abort at the engine: {error}");
+            result = Err(Refusal::new(Code::EngineDown, message));
+        }
+    }
+    result
 }
 
 fn repeat_abort(context: &TurnContext, turn: &Arc<EngineTurn>, rid: String) {
@@ -151,6 +189,14 @@ fn repeat_abort(context: &TurnContext, turn: &Arc<EngineTurn>, rid: String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_oldest_early_aborts_are_forgotten() {
+        let turns = AgentTurns::default();
+        turns.abort_early((0..=EARLY_ABORTS_MAX as u64).map(TurnId).collect());
+        assert!(!turns.was_aborted_early(TurnId(0)) && turns.was_aborted_early(TurnId(1)));
+        assert!(turns.was_aborted_early(TurnId(EARLY_ABORTS_MAX as u64)));
+    }
 
     #[test]
     fn each_prompt_of_a_list_has_an_id_in_the_engine() {

@@ -20,7 +20,7 @@ use crate::{
         self, ControlCall,
         control::{ControlAnswer, ControlOutcome, ControlRequest},
     },
-    owner::adapters,
+    owner::{BegunCall, adapters},
 };
 
 pub(super) async fn serve(
@@ -34,25 +34,29 @@ pub(super) async fn serve(
     }
     let held_body = context.body_budget.read(body).await?;
     let call = control_call(context, &head, held_body.bytes.clone());
-    context.agent.begin_control(route.effect).await.map_err(|error| refusal(&error))?;
     let (sender, answer) = oneshot::channel();
     let context = context.clone();
     let tasks = context.tasks.clone();
-    // The engine carries the call out even if the client leaves, so its end must be seen.
+    // The engine carries the call out even if the client leaves, so its end must be seen. And what
+    // has begun must end, or turns are held back for ever.
     tasks.spawn(async move {
-        let _ = sender.send(run(&context, route.effect, call).await);
+        let answer = match context.agent.begin_control(route.effect).await {
+            Ok(begun) => run(&context, begun, call).await.map_err(|error| engine_refusal(&error)),
+            Err(error) => Err(refusal(&error)),
+        };
+        let _ = sender.send(answer);
         drop(held_body);
     });
     let stopping = || Refusal::new(Code::Stopping, "this agent is shutting down");
-    let answer = answer.await.map_err(|_| stopping())?;
-    answer.map(respond).map_err(|error| engine_refusal(&error))
+    answer.await.map_err(|_| stopping())?.map(respond)
 }
 
 async fn run(
     context: &TurnContext,
-    effect: Effect,
+    begun: BegunCall,
     call: ControlCall,
 ) -> Result<ControlAnswer, engine::Error> {
+    let effect = begun.effect();
     let request = ControlRequest::read(&call.body);
     let result = context.engine.control(call, context.turn_time_max).await;
     let outcome = match &result {
@@ -62,7 +66,7 @@ async fn run(
     let may_change_label =
         matches!(effect, Effect::Update | Effect::Label | Effect::EndUpdate | Effect::BeginUpdate);
     let label = if may_change_label { context.engine.read_weights().await.ok() } else { None };
-    context.agent.end_control(effect, request, outcome, label).await;
+    context.agent.end_control(begun, request, outcome, label).await;
     if effect == Effect::Adapters {
         // When the caller has its answer, turns find the adapter. If the engine doesn't tell, the
         // monitor asks again soon.

@@ -41,8 +41,8 @@ use super::{
 };
 use crate::{
     engine::answer_signs::TurnSigns,
-    owner::{Lease, RunModeResult},
-    session::{Outcome, Turn},
+    owner::{RunModeResult, TurnLease},
+    session::Outcome,
 };
 
 /// While the engine makes an answer that isn't streamed, it checks the connection every 4 s.
@@ -52,9 +52,9 @@ const REFUSED_ANSWER_MAX: Duration = Duration::from_secs(1);
 /// If an exchange is dropped before the turn's end (the client disconnected or the time limit
 /// passed), a task takes over the whole state and waits for the turn's end.
 pub(super) struct Exchange {
-    rid: String,
+    engine_rid: String,
     /// `None` once the turn has ended.
-    lease: Option<Lease>,
+    lease: Option<TurnLease>,
     /// `None` once the answer was read to its end or has failed.
     engine_answer: Option<EngineAnswer>,
     /// The frames that came before it was known how the turn runs.
@@ -71,9 +71,9 @@ pub(super) struct Exchange {
     /// A task then reads the rest of the answer.
     is_abandoned: bool,
     /// The engine ran nothing of such a turn.
-    is_refused_by_shim: bool,
-    /// The weights epoch at the admission of a pinned session's turn; `None` from the answer's
-    /// first bytes.
+    is_refused: bool,
+    /// The weights epoch at the admission of a turn that runs in its pinned session; `None` from
+    /// the answer's first bytes.
     awaited_epoch: Option<u64>,
     signs: TurnSigns,
     /// The span of the answer's body. Empty before the head, and after the end.
@@ -91,11 +91,11 @@ enum EngineAnswer {
 }
 
 impl Exchange {
-    /// `abort_confirms_end`: after an abort by `rid`, the turn's answer shows its end.
+    /// `abort_confirms_end`: after an abort by `engine_rid`, the turn's answer shows its end.
     pub(super) fn new(
         context: TurnContext,
-        (rid, dp_rank): (String, u32),
-        lease: Lease,
+        (engine_rid, dp_rank): (String, u32),
+        lease: TurnLease,
         answer: ResponseFuture,
         abort_confirms_end: bool,
         running: AgentTurn,
@@ -106,7 +106,7 @@ impl Exchange {
         let cut_off = (running.facts().reach == AbortReach::Connection)
             .then(|| Box::pin(token.clone().cancelled_owned()));
         Self {
-            rid,
+            engine_rid,
             lease: Some(lease),
             engine_answer: Some(EngineAnswer::Head(answer)),
             early_frames: VecDeque::new(),
@@ -118,7 +118,7 @@ impl Exchange {
             running: Some(running),
             cut_off,
             is_abandoned: false,
-            is_refused_by_shim: false,
+            is_refused: false,
             awaited_epoch: None,
             signs,
             stream: Span::default(),
@@ -127,15 +127,15 @@ impl Exchange {
         }
     }
 
-    pub(super) fn rid(&self) -> &str {
-        &self.rid
+    pub(super) fn engine_rid(&self) -> &str {
+        &self.engine_rid
     }
 
     /// Breaks the answer off if the engine's weights change before its first bytes arrive: the
     /// engine sends the head of a stream before it runs the turn, and may run it on the KV of older
     /// weights.
-    pub(super) fn watch_weights(&mut self, turn: &Turn) {
-        self.awaited_epoch = turn.is_pinned().then_some(turn.weights_epoch);
+    pub(super) fn watch_weights(&mut self, admitted_epoch: u64) {
+        self.awaited_epoch = Some(admitted_epoch);
     }
 
     pub(super) async fn wait_for_head(&mut self) -> Result<http::response::Parts, Refusal> {
@@ -188,7 +188,7 @@ impl Exchange {
     /// client's next turn before the client has the refusal. If the engine doesn't end the turn in
     /// time, the turn is aborted.
     pub(super) async fn finish_refused(mut self) {
-        self.is_refused_by_shim = true;
+        self.is_refused = true;
         let read_to_end = async {
             while self.engine_answer.is_some() {
                 self.read_next().await;
@@ -214,7 +214,7 @@ impl Exchange {
         let outcome = match outcome {
             // In a stream, the engine reports its error as an event after a head with status 200.
             // This looks like a lost turn, but the shim has refused it.
-            Outcome::Lost if self.is_refused_by_shim => Outcome::Refused,
+            Outcome::Lost if self.is_refused => Outcome::Refused,
             Outcome::Finished(usage) if self.is_abandoned => Outcome::Unheard(usage),
             outcome => outcome,
         };
@@ -235,7 +235,7 @@ impl Exchange {
 
     /// The turn may still run in the engine, although its client can't get the answer.
     fn abort_in_background(&self) {
-        let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
+        let (engine, rid) = (self.context.engine.clone(), self.engine_rid.clone());
         self.context.tasks.spawn(async move {
             if let Err(error) = engine.abort(&rid).await {
                 debug!(rid, %error, "can't abort a turn at the engine");
@@ -255,7 +255,7 @@ impl Exchange {
                 }
             }
             Some(Err(error)) => {
-                debug!(rid = self.rid, %error, "the engine's answer broke off");
+                debug!(rid = self.engine_rid, %error, "the engine's answer broke off");
                 self.engine_answer = None;
                 self.finish(Outcome::Lost);
             }
@@ -288,7 +288,7 @@ impl Exchange {
     }
 
     async fn abort_and_read_to_end(&mut self) {
-        let (engine, rid) = (self.context.engine.clone(), self.rid.clone());
+        let (engine, rid) = (self.context.engine.clone(), self.engine_rid.clone());
         let mut abort_ticks = tokio::time::interval(ABORT_INTERVAL);
         while self.engine_answer.is_some() {
             tokio::select! {
@@ -340,7 +340,7 @@ impl Drop for Exchange {
             return;
         }
         let abandoned_exchange = Exchange {
-            rid: std::mem::take(&mut self.rid),
+            engine_rid: std::mem::take(&mut self.engine_rid),
             lease: self.lease.take(),
             engine_answer: self.engine_answer.take(),
             early_frames: std::mem::take(&mut self.early_frames),
@@ -352,14 +352,14 @@ impl Drop for Exchange {
             running: self.running.take(),
             cut_off: None,
             is_abandoned: true,
-            is_refused_by_shim: self.is_refused_by_shim,
+            is_refused: self.is_refused,
             awaited_epoch: None,
             signs: self.signs.clone(),
             stream: std::mem::take(&mut self.stream),
             trace: std::mem::take(&mut self.trace),
             context: self.context.clone(),
         };
-        debug!(rid = abandoned_exchange.rid, "the client of a turn has disconnected");
+        debug!(rid = abandoned_exchange.engine_rid, "the client of a turn has disconnected");
         self.context.tasks.spawn(abandoned_exchange.abort_abandoned_turn());
     }
 }

@@ -31,7 +31,7 @@ use service::refusal::{Code, Refusal};
 
 use crate::{
     engine::PriorityOrder,
-    session::{KvIdentity, Need, PromptStart, Turn},
+    session::{KvIdentity, Need, PlannedTurn, PromptStart},
 };
 
 #[derive(Debug, Clone)]
@@ -181,7 +181,7 @@ impl ParsedRequest {
 
     /// `bytes` is the body that was parsed.
     #[must_use]
-    pub fn engine_body(&self, bytes: &Bytes, turn: &Turn, rid: &str) -> Vec<Bytes> {
+    pub fn engine_body(&self, bytes: &Bytes, turn: &PlannedTurn, rid: &str) -> Vec<Bytes> {
         let mut members = added_members(self.kind, turn, rid, self.has_single_answer);
         if let Some(priority) = self.added_priority {
             // Of duplicate keys the last one counts, so this replaces a `null` of the client's.
@@ -252,7 +252,7 @@ fn count_generate_prompt(object: &Object<'_>) -> (u64, bool) {
     }
 }
 
-fn added_members(kind: Kind, turn: &Turn, rid: &str, has_single_answer: bool) -> String {
+fn added_members(kind: Kind, turn: &PlannedTurn, rid: &str, has_single_answer: bool) -> String {
     let mut members = vec![];
     // The engine fails on one id for a list of texts to embed.
     let takes_rid = has_single_answer || !matches!(kind, Kind::Embeddings | Kind::Encode);
@@ -447,14 +447,20 @@ mod tests {
     use super::*;
     use crate::session::TurnSession;
 
-    fn turn(retention: Option<Retention>) -> Turn {
+    fn turn(retention: Option<Retention>) -> PlannedTurn {
         let session = retention.map(|retention| TurnSession {
             key: contract::id::SessionKey::new("p", "s").unwrap(),
             incarnation: "berth-a-1-1".into(),
             retention,
             trim: None,
         });
-        Turn { session, dp_rank: 1, growth_tokens_max: None, weights_epoch: 1, run_mode: None }
+        PlannedTurn {
+            session,
+            dp_rank: 1,
+            growth_tokens_max: None,
+            weights_epoch: 1,
+            run_mode: None,
+        }
     }
 
     fn context(kind: Kind, in_session: bool, vocabulary_size: Option<u32>) -> BodyContext {

@@ -6,7 +6,7 @@
 use contract::route::Kind;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::session::Turn;
+use crate::session::PlannedTurn;
 
 /// Marks a turn with a full history, which the shim may trim. Three words: the maximum number of
 /// prompt tokens with which the turn may run in the session, the session's id in the engine, the
@@ -18,7 +18,7 @@ const MUST_CONTINUE_HEADER: HeaderName = HeaderName::from_static("x-override-ber
 /// The tag of the turn's KV, on a route whose body can't name a session.
 const TAG_HEADER: HeaderName = HeaderName::from_static("x-override-berth-tag");
 
-pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &Turn, rid: &str) {
+pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &PlannedTurn, rid: &str) {
     let Some(session) = &turn.session else { return };
     let tag = turn.tag().filter(|_| !kind.is_taggable());
     if let Some(tag) = tag.and_then(|tag| HeaderValue::from_str(tag).ok()) {
@@ -34,7 +34,7 @@ pub(super) fn add_shim_headers(headers: &mut HeaderMap, kind: Kind, turn: &Turn,
     }
 }
 
-pub(super) fn requires_continuation(turn: &Turn) -> bool {
+pub(super) fn requires_continuation(turn: &PlannedTurn) -> bool {
     let trim = turn.session.as_ref().and_then(|session| session.trim);
     trim.is_some_and(|trim| trim.must_continue)
 }

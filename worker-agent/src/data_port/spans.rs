@@ -3,7 +3,7 @@
 //! A stage of staged prefill is a turn whose first span is named `stage`. No attribute has a part
 //! of a prompt or an answer, a client's id or a key.
 
-use contract::claim;
+use contract::envelope::{self, TurnEnvelope};
 use http::HeaderMap;
 use service::{
     refusal::Refusal,
@@ -20,19 +20,15 @@ pub(crate) fn begin(
     headers: &mut HeaderMap,
     path: &'static str,
     name: &'static str,
+    envelope: &Result<TurnEnvelope, envelope::Error>,
 ) -> Trace {
+    let turn_id = envelope.as_ref().ok().and_then(|envelope| envelope.turn);
     let trace = traces.begin(headers, name);
     trace.change(|span| {
         span.set("http.route", path);
-        span.set_known("berth.turn", turn_id(headers));
+        span.set_known("berth.turn", turn_id.map(String::from));
     });
     trace
-}
-
-fn turn_id(headers: &HeaderMap) -> Option<String> {
-    let text = headers.get(claim::TURN)?.to_str().ok()?;
-    let is_number = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    is_number.then(|| text.to_owned())
 }
 
 pub(crate) fn refuse(trace: &Trace, refusal: &Refusal) {
@@ -66,21 +62,4 @@ pub(super) fn end(trace: &Trace, outcome: Outcome) {
             | Outcome::Refused => {}
         }
     });
-}
-
-#[cfg(test)]
-mod tests {
-    use http::HeaderValue;
-
-    use super::*;
-
-    #[test]
-    fn only_a_routers_number_names_a_turn() {
-        let of = |text: &'static str| {
-            turn_id(&HeaderMap::from_iter([(claim::TURN, HeaderValue::from_static(text))]))
-        };
-        assert_eq!(of("00c0ffee00c0ffee").as_deref(), Some("00c0ffee00c0ffee"));
-        assert_eq!(of("a secret of many"), None);
-        assert_eq!(of("00c0ffee00c0ffee0"), None);
-    }
 }

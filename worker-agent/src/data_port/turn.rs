@@ -2,6 +2,10 @@
 //!
 //! The claim ends when the *engine* has ended the turn, even if the client disconnects before,
 //! because only then can the session take another turn. This module decides nothing about sessions.
+//!
+//! A turn has several ids: `turn_id` is the router's, by which people find the turn. `rid` is the
+//! agent's, which the session table uses. The engine gets it as `engine_rid`, with a prefix where
+//! the route needs one. And `client_rid` is the name by which the client aborts the turn.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,9 +13,9 @@ use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
 use contract::{
     abort::REQUEST_ID,
-    bootstrap::Bootstrap,
-    claim::{self, Claim},
-    hints::TurnHints,
+    claim::Claim,
+    envelope::{self, TurnEnvelope},
+    id::TurnId,
     load::{WEIGHTS, Weights},
     route::{GENERATE, Kind, Route},
     turn_rid::RESPONSE_PREFIX,
@@ -45,8 +49,8 @@ use super::{
 use crate::{
     engine::{self, EngineClient},
     metrics::Metrics,
-    owner::{AdmittedTurn, AgentHandle, EngineNews, Lease, TurnRun},
-    session::{self, Turn},
+    owner::{AdmittedTurn, AgentHandle, EngineNews, TurnLease, TurnRun},
+    session::{self, ClaimRequest, PlannedTurn, RunMode},
 };
 
 /// Tokens reserved for a pinned session's turn beyond the session's history. Without a token limit,
@@ -68,7 +72,7 @@ pub struct TurnContext {
     pub wake_monitor: Arc<Notify>,
     /// Runs the tasks that wait for the turns of clients that have disconnected.
     pub tasks: Tasks,
-    pub running_turns: AgentTurns,
+    pub turns: AgentTurns,
     pub metrics: Metrics,
     pub traces: Traces,
 }
@@ -93,30 +97,22 @@ impl TurnContext {
     }
 }
 
-/// Sends a turn of the agent itself, without a session, on the path of turns from routers. `caller`
-/// and `principal` are those of the client's request for which it is sent.
+/// Sends a turn of the agent itself on the path of turns from routers. `caller` is that of the
+/// client's request for which it is sent.
 pub async fn send_own_turn(
     context: &TurnContext,
     caller: Caller,
-    principal: &str,
-    dp_rank: u32,
-    resident_tokens: u64,
+    envelope: TurnEnvelope,
     trace_headers: &HeaderMap,
     body: String,
 ) -> Result<Response, Refusal> {
     let mut request = Request::post(GENERATE.path)
-        .header(
-            claim::PRINCIPAL,
-            HeaderValue::from_bytes(principal.as_bytes()).expect("it came in a header"),
-        )
         .header(header::CONTENT_TYPE, "application/json")
-        .header(claim::RANK, dp_rank)
-        .header(claim::RESIDENT, resident_tokens)
         .extension(caller)
         .body(Body::from(body))
-        .expect("a route's path and a number are legal");
+        .expect("a route's path is legal");
     request.headers_mut().extend(trace_headers.clone());
-    serve_as(context, GENERATE, request, "stage").await
+    serve_traced(context, GENERATE, request, Ok(envelope), "stage").await
 }
 
 pub(super) async fn serve_request(
@@ -124,22 +120,26 @@ pub(super) async fn serve_request(
     route: Route,
     request: Request,
 ) -> Result<Response, Refusal> {
-    serve_as(context, route, request, "turn").await
-}
-
-async fn serve_as(
-    context: &TurnContext,
-    route: Route,
-    request: Request,
-    span_name: &'static str,
-) -> Result<Response, Refusal> {
-    let (mut request_head, body) = request.into_parts();
     if !route.kind.is_turn() {
+        let (request_head, body) = request.into_parts();
         let passed = pass_through(context, &request_head, body).await;
         return passed.map_err(|refusal| refusal.allow_repeat(true));
     }
-    let trace = spans::begin(&context.traces, &mut request_head.headers, route.path, span_name);
-    let serving = Box::pin(serve_turn(context, route, request_head, body, trace.clone()));
+    let envelope = TurnEnvelope::read(request.headers());
+    serve_traced(context, route, request, envelope, "turn").await
+}
+
+async fn serve_traced(
+    context: &TurnContext,
+    route: Route,
+    request: Request,
+    envelope: Result<TurnEnvelope, envelope::Error>,
+    span_name: &'static str,
+) -> Result<Response, Refusal> {
+    let (mut request_head, body) = request.into_parts();
+    let trace =
+        spans::begin(&context.traces, &mut request_head.headers, route.path, span_name, &envelope);
+    let serving = Box::pin(serve_turn(context, route, request_head, body, envelope, trace.clone()));
     serving.await.inspect_err(|refusal| spans::refuse(&trace, refusal))
 }
 
@@ -148,13 +148,31 @@ async fn serve_turn(
     route: Route,
     request_head: http::request::Parts,
     body: Body,
+    envelope: Result<TurnEnvelope, envelope::Error>,
     trace: Trace,
 ) -> Result<Response, Refusal> {
     check_encoding(&request_head.headers)?;
-    let bootstrap = Bootstrap::from_headers(&request_head.headers)
-        .map_err(|error| Refusal::new(Code::Claim, error.to_string()))?;
-    let ClaimedTurn { lease, principal, in_session, resident_tokens, hints, may_repeat } =
-        claim_turn(context, &request_head.headers, route.kind).await?;
+    let envelope = envelope.map_err(|error| Refusal::new(Code::Claim, error.to_string()))?;
+    let TurnEnvelope {
+        turn: turn_id,
+        principal,
+        session: claim,
+        rank: requested_rank,
+        resident_tokens,
+        hints,
+        bootstrap,
+    } = envelope;
+    let is_idempotent = claim.as_ref().is_none_or(Claim::is_idempotent);
+    let may_repeat = is_idempotent && is_first_try(&request_head.headers);
+    let request = ClaimRequest {
+        principal: Arc::clone(&principal),
+        claim,
+        is_hint: hints.session,
+        returns_soon: hints.returns_soon,
+        requested_rank,
+        route_turns: route_turns(route.kind),
+    };
+    let ClaimedTurn { lease, in_session } = claim_turn(context, request).await?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
     let vocabulary_size = lease.vocabulary_size;
@@ -173,8 +191,8 @@ async fn serve_turn(
     parsed.apply_bootstrap(bootstrap);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
     let rid = engine_rid(route.kind, &lease.rid);
-    let turns = &context.running_turns;
-    let running = aborts::add_turn(turns, &principal, &parsed, &request_head.headers, rid);
+    let headers = &request_head.headers;
+    let running = aborts::add_turn(&context.turns, turn_id, &principal, &parsed, headers, rid);
     let waits_since = now();
     let waiting = lease.wait_for_admission(parsed.need, prompt_start);
     let admission = tokio::select! {
@@ -184,7 +202,7 @@ async fn serve_turn(
     };
     let admitted = admission.map_err(|error| refusal(&error))?;
     context.metrics.record_queue_wait(now().saturating_duration_since(waits_since));
-    ReadTurn { route, request_head, parsed, held_body, lease, running, trace }
+    ReadTurn { route, turn_id, request_head, parsed, held_body, lease, running, trace }
         .run_at_engine(context, admitted)
         .await
         .map_err(|refusal| refusal.allow_repeat(may_repeat))
@@ -192,10 +210,11 @@ async fn serve_turn(
 
 struct ReadTurn {
     route: Route,
+    turn_id: Option<TurnId>,
     request_head: http::request::Parts,
     parsed: ParsedRequest,
     held_body: HeldBody,
-    lease: Lease,
+    lease: TurnLease,
     running: AgentTurn,
     trace: Trace,
 }
@@ -206,7 +225,8 @@ impl ReadTurn {
         context: &TurnContext,
         admitted: AdmittedTurn,
     ) -> Result<Response, Refusal> {
-        let Self { route, request_head, parsed, held_body, mut lease, running, trace } = self;
+        let Self { route, turn_id, request_head, parsed, held_body, mut lease, running, trace } =
+            self;
         if running.is_aborted() {
             return aborts::answer_unsent(route.kind, &parsed);
         }
@@ -215,8 +235,8 @@ impl ReadTurn {
         debug!(
             rid = lease.rid,
             client_rid = parsed.client_rid,
-            turn = header_text(&request_head.headers, &claim::TURN),
-            request_id = header_text(&request_head.headers, &REQUEST_ID),
+            turn = turn_id.map(tracing::field::display),
+            request_id = request_head.headers.get(&REQUEST_ID).and_then(|id| id.to_str().ok()),
             route = route.path,
             "turn begins"
         );
@@ -245,9 +265,6 @@ impl ReadTurn {
             exchange.finish_refused().await;
             return Err(refusal);
         }
-        if let Some(refusal) = overtaken_refusal(context, &turn) {
-            return Err(refusal);
-        }
         let must_continue = requires_continuation(&turn);
         let run = match exchange
             .wait_for_run_mode(run_mode_receiver, answer_head.status, must_continue)
@@ -260,7 +277,13 @@ impl ReadTurn {
             Some(Ok(run)) => Some(run),
             None => None,
         };
-        exchange.watch_weights(&turn);
+        if runs_in_session(&turn, run) {
+            // The turn may have run on older KV.
+            if context.agent.weights.borrow().epoch != turn.weights_epoch {
+                return Err(refusal(&session::Error::WeightsChanged.into()));
+            }
+            exchange.watch_weights(turn.weights_epoch);
+        }
         let mut response = client_response(answer_head, exchange);
         add_turn_headers(response.headers_mut(), context, &turn, run);
         Ok(response)
@@ -270,7 +293,7 @@ impl ReadTurn {
 fn add_turn_headers(
     headers: &mut HeaderMap,
     context: &TurnContext,
-    turn: &Turn,
+    turn: &PlannedTurn,
     run: Option<TurnRun>,
 ) {
     let label = Weights { epoch: turn.weights_epoch, ..context.agent.weights.borrow().clone() };
@@ -284,60 +307,39 @@ fn add_turn_headers(
     }
 }
 
-/// If the weights have changed before the answer began, the turn may have run on older KV.
-fn overtaken_refusal(context: &TurnContext, turn: &Turn) -> Option<Refusal> {
-    let is_overtaken =
-        turn.is_pinned() && context.agent.weights.borrow().epoch != turn.weights_epoch;
-    is_overtaken.then(|| refusal(&session::Error::WeightsChanged.into()))
-}
-
-fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
-    headers.get(name).and_then(|value| value.to_str().ok())
+/// `run`: how the shim's plan lets the turn run; `None` if it has no plan, or that came too late.
+fn runs_in_session(turn: &PlannedTurn, run: Option<TurnRun>) -> bool {
+    let is_trimmed = turn.session.as_ref().is_some_and(|session| session.trim.is_some());
+    match run {
+        Some(TurnRun { run_mode: RunMode::Pinned | RunMode::Reopened, .. }) => true,
+        Some(_) => false,
+        None => turn.names_pin() || is_trimmed,
+    }
 }
 
 struct ClaimedTurn {
     /// Dropping the lease ends the turn and frees the session.
-    lease: Lease,
-    principal: String,
+    lease: TurnLease,
     in_session: bool,
-    resident_tokens: u64,
-    hints: TurnHints,
-    /// The client may repeat the turn by itself, although a part of the turn may have run.
-    may_repeat: bool,
 }
 
 /// The body is read later, so no other turn of the session can start during a slow upload.
-async fn claim_turn(
-    context: &TurnContext,
-    headers: &HeaderMap,
-    kind: Kind,
-) -> Result<ClaimedTurn, Refusal> {
-    let claim_refusal = |error: claim::Error| Refusal::new(Code::Claim, error.to_string());
-    let claim = Claim::from_headers(headers).map_err(claim_refusal)?;
-    let principal = claim::principal(headers).map_err(claim_refusal)?;
-    let requested_dp_rank = claim::rank(headers).map_err(claim_refusal)?;
-    let resident_tokens = claim::resident_tokens(headers).map_err(claim_refusal)?;
-    let hints = TurnHints::from_headers(headers);
-    let has_claim = claim.is_some();
-    let is_idempotent = claim.as_ref().is_none_or(|(claim, _)| claim.is_idempotent());
-    let may_repeat = is_idempotent && is_first_try(headers);
-    let claim_result = context
-        .agent
-        .claim(principal.clone(), claim, hints.session, requested_dp_rank, route_turns(kind))
-        .await;
+async fn claim_turn(context: &TurnContext, request: ClaimRequest) -> Result<ClaimedTurn, Refusal> {
+    let has_claim = request.claim.is_some();
+    let claim_result = context.agent.claim(request).await;
     let mut lease = claim_result.map_err(|error| refusal(&error))?;
     let session_left_out = lease.session_left_out.take();
     let in_session = has_claim && session_left_out.is_none();
     if let Some(error) = session_left_out {
         context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
     }
-    Ok(ClaimedTurn { lease, principal, in_session, resident_tokens, hints, may_repeat })
+    Ok(ClaimedTurn { lease, in_session })
 }
 
 /// A long body is parsed on a blocking thread, in a place of its sender.
 async fn parse_body(
     places: &Places,
-    principal: &str,
+    principal: &Arc<str>,
     context: BodyContext,
     bytes: &Bytes,
 ) -> Result<ParsedRequest, Refusal> {
@@ -345,7 +347,7 @@ async fn parse_body(
         return request::parse(&context, bytes);
     }
     let bytes = bytes.clone();
-    places.run(&principal.into(), move || request::parse(&context, &bytes)).await
+    places.run(principal, move || request::parse(&context, &bytes)).await
 }
 
 /// The agent must find and replace keys in the body.
@@ -426,7 +428,7 @@ fn response_head(mut head: http::response::Parts) -> http::response::Parts {
 
 fn client_response(head: http::response::Parts, exchange: Exchange) -> Response {
     let mut head = response_head(head);
-    if let Ok(rid) = HeaderValue::from_str(exchange.rid()) {
+    if let Ok(rid) = HeaderValue::from_str(exchange.engine_rid()) {
         head.headers.insert("x-berth-rid", rid);
     }
     Response::from_parts(head, Body::new(exchange))
@@ -434,7 +436,35 @@ fn client_response(head: http::response::Parts, exchange: Exchange) -> Response 
 
 #[cfg(test)]
 mod tests {
+    use contract::{id::SessionKey, load::Retention};
+
     use super::*;
+    use crate::session::{TrimRequest, TurnSession};
+
+    #[test]
+    fn a_turn_counts_as_in_its_session_wherever_it_may_continue_the_session_s_kv() {
+        let turn = |retention, trim| PlannedTurn {
+            session: Some(TurnSession {
+                key: SessionKey::new("p".to_owned(), "s".to_owned()).unwrap(),
+                incarnation: "i".to_owned(),
+                retention,
+                trim,
+            }),
+            dp_rank: 0,
+            growth_tokens_max: None,
+            weights_epoch: 0,
+            run_mode: None,
+        };
+        let run = |run_mode| Some(TurnRun { run_mode, growth_tokens_max: None });
+        let trim = Some(TrimRequest { tokens_max: 1, must_continue: false });
+        let trimmed = turn(Retention::Tagged, trim);
+        assert!(runs_in_session(&trimmed, run(RunMode::Pinned)));
+        assert!(runs_in_session(&trimmed, run(RunMode::Reopened)));
+        assert!(runs_in_session(&trimmed, None), "nobody knows");
+        assert!(!runs_in_session(&trimmed, run(RunMode::Tagged)), "it ran beside the session");
+        assert!(runs_in_session(&turn(Retention::Pinned, None), None));
+        assert!(!runs_in_session(&turn(Retention::Tagged, None), None));
+    }
 
     #[test]
     fn an_engine_opens_no_other_protocol_and_speaks_neither_to_browsers_nor_as_an_agent() {

@@ -1,17 +1,18 @@
 //! Counts the signs of life that turns' answers give, for each data parallel rank of the engine.
 //!
-//! Noting is a load and a store without an order or a clock. Two signs at once may count as one:
-//! the owner task only looks from time to time whether a count has changed.
+//! Noting one is a relaxed load and a relaxed store, and reads no clock. Two signs at once may
+//! count as one: the owner task only looks from time to time whether a count has changed.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
 
-/// Ranks beyond these have only their other signs.
+/// Answers of ranks beyond these don't count: reports of the engine must show that they live.
 const RANKS_MAX: usize = 256;
 
-/// Some routes send about four events before the scheduler has the turn.
+/// So many first frames of an answer don't count. On some routes the HTTP server sends about four
+/// before the scheduler has the turn.
 const SERVER_FRAMES_MAX: usize = 16;
 
 #[derive(Debug, Clone)]

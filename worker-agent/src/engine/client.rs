@@ -297,7 +297,7 @@ impl EngineClient {
 
     pub async fn abort_and_close(&self, incarnation: &str, rid: Option<&str>) -> Result<(), Error> {
         if let Some(rid) = rid {
-            self.abort(rid).await?;
+            self.abort_turn(rid).await?;
         }
         self.close_session(incarnation).await
     }

@@ -23,6 +23,8 @@ pub struct ControlRequest {
     /// The kinds of memory to release or to resume; none means all.
     pub tags: Option<Vec<String>>,
     pub lora_name: Option<String>,
+    /// Of a pause.
+    pub mode: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +34,8 @@ pub enum ControlOutcome {
         was_flushed: bool,
     },
     NotDone,
+    /// The end of an update was refused, because none is open.
+    NoUpdateOpen,
     /// The engine may have done the call, or a part of it.
     Unknown,
 }
@@ -46,9 +50,10 @@ pub struct WeightsLabel {
 const UNCHANGED: [&str; 4] = [
     "Failed to get ",
     "a weight-update session is already open",
-    "no weight-update session is open",
+    NONE_OPEN,
     "The engine initialized with",
 ];
+const NONE_OPEN: &str = "no weight-update session is open";
 /// The engine says this of an update outside begin and end.
 const OUTSIDE_SESSION: &str = "must run between begin_weight_update() and end_weight_update()";
 /// The engine says this of an update that was done without its flush.
@@ -56,7 +61,7 @@ const NOT_FLUSHED: &str = "Weights were updated, but the cache was not flushed";
 
 impl Default for ControlRequest {
     fn default() -> Self {
-        Self { flush_cache: true, tags: None, lora_name: None }
+        Self { flush_cache: true, tags: None, lora_name: None, mode: None }
     }
 }
 
@@ -69,6 +74,13 @@ impl ControlRequest {
         }
         let unknown = Self { flush_cache: false, ..Self::default() };
         serde_json::from_slice(body).unwrap_or(unknown)
+    }
+
+    /// Whether a pause leaves running requests where they are. Others abort them or put them back
+    /// into the queue.
+    #[must_use]
+    pub fn pauses_in_place(&self) -> bool {
+        self.mode.as_deref() == Some("in_place")
     }
 
     #[must_use]
@@ -103,6 +115,11 @@ impl ControlOutcome {
                     text if is_unchanged || text.contains(OUTSIDE_SESSION) => Self::NotDone,
                     _ => Self::Unknown,
                 }
+            }
+            Ok(failure)
+                if effect == Effect::EndUpdate && failure.message.starts_with(NONE_OPEN) =>
+            {
+                Self::NoUpdateOpen
             }
             Ok(_) | Err(_) => Self::NotDone,
         }

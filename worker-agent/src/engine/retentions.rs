@@ -1,4 +1,4 @@
-//! Lists how an engine can't keep the KV of sessions, and why. Pure.
+//! Says which retentions an engine offers, and why not the others. Pure.
 //!
 //! A retention is how the engine keeps a session's KV between turns. Under some of the engine's
 //! flags one is impossible, under others *unsafe*: a turn would crash the engine, or sessions would
@@ -33,7 +33,7 @@ pub enum SecondPool {
     Recurrent,
 }
 
-/// What a shim has said holds for the engine's process, also while its connection is down.
+/// What a shim has said. It stays true of the engine's process while the connection is down.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ShimWord {
     /// Why the engine's storage isn't guarded from turns of pinned sessions; `None` if the shims of
@@ -51,7 +51,7 @@ pub struct Offer {
 }
 
 /// Needed because `/server_info` doesn't tell all: its `uses_mamba_radix_cache` is false without a
-/// radix cache, and for models whose states that cache doesn't keep. The list follows SGLang's
+/// radix cache, and for models whose states aren't in that cache. The list follows SGLang's
 /// `configs/hybrid_arch.py`.
 const RECURRENT_MODEL_TYPES: [&str; 25] = [
     "bailing_hybrid",
@@ -80,7 +80,7 @@ const RECURRENT_MODEL_TYPES: [&str; 25] = [
     "qwen4_exp",
     "zaya",
 ];
-/// The values of `layer_types` in a model's config.
+/// In `layer_types` of a model's config.
 const RECURRENT_LAYERS: [&str; 4] = ["mamba", "linear_attention", "recurrent", "conv"];
 
 /// A combination of the engine's version, flags and facts under which a retention is not offered.
@@ -162,7 +162,7 @@ const RULES: &[Rule] = &[
             ))
         },
     },
-    // A tag needs the part of the tree that this flag makes
+    // Tags need the tracker that `--enable-session-radix-cache` adds to the tree
     // (`mem_cache/unified_cache/session_ref_tracker.py:59`).
     Rule {
         retention: Retention::Tagged,
@@ -172,7 +172,7 @@ const RULES: &[Rule] = &[
             lacks_flag.then(|| missing(Retention::Tagged))
         },
     },
-    // Sessions are on decode engines, and their prompts change the prefill engine.
+    // Sessions live on decode engines; a prompt may go to any prefill engine.
     Rule {
         retention: Retention::Tagged,
         mended_in: None,
@@ -257,7 +257,8 @@ fn find_reason(
     rules.filter_map(|rule| (rule.reason)(info, shim)).next()
 }
 
-/// `None`, which is less than every version, if it isn't three numbers: a release candidate.
+/// `None`, which is less than every version, if it doesn't begin with three numbers, as a release
+/// candidate doesn't.
 fn read_version(version: &str) -> Option<[u32; 3]> {
     let mut parts = version.split('.');
     let mut part = || parts.next()?.parse::<u32>().ok();

@@ -39,7 +39,7 @@ fn number(figure: Option<Figure>) -> Option<u64> {
 }
 
 /// All gauges of the load report.
-const GAUGES: [LoadGauge; 20] = [
+const GAUGES: [LoadGauge; 26] = [
     tokens("pool_total", "Size of the KV pool", |rank| number(rank.pool_total_tokens)),
     tokens("pool_used", "KV that eviction can't free", |rank| number(rank.pool_used_tokens)),
     tokens("pool_available", "Free KV", |rank| number(rank.pool_available_tokens)),
@@ -87,6 +87,25 @@ const GAUGES: [LoadGauge; 20] = [
     tokens("staged_prefill_stage", "Tokens of one stage at the measured rate", |rank| {
         Some(rank.staged_prefill?.stage_tokens)
     }),
+    tokens("host_total", "Room for copies of KV in the host's memory", |rank| {
+        number(rank.host?.total_tokens)
+    }),
+    tokens("host_used", "KV copied to the host's memory", |rank| number(rank.host?.used_tokens)),
+    tokens("host_evictable", "KV on the host that eviction can free, as estimated", |rank| {
+        number(rank.host?.evictable_tokens)
+    }),
+    tokens("host_loading", "KV on its way from the host to the device", |rank| {
+        number(rank.host?.loading_tokens)
+    }),
+    tokens("host_writing", "KV on its way from the device to the host", |rank| {
+        number(rank.host?.writing_tokens)
+    }),
+    LoadGauge {
+        name: "host_load_rate",
+        help: "KV that the engine loads from the host, as measured, else by the settings",
+        unit: "tokens_per_second",
+        value: |rank| number(rank.host?.load_tokens_per_s),
+    },
 ];
 
 /// The gauges' values. Clones share them.

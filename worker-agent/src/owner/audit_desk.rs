@@ -13,7 +13,7 @@ use super::RankPageAudit;
 use crate::{
     audit::{Audit, Audits, Error, SessionPages},
     metrics::Metrics,
-    session::Table,
+    session::{KvChange, Table},
     shim::{AuditReply, ShimHandle},
 };
 
@@ -92,7 +92,7 @@ impl AuditDesk {
                     log_page_faults(dp_rank, &audit);
                 }
                 for incarnation in audit.corrupt_sessions() {
-                    table.handle_corruption(now(), incarnation);
+                    table.handle_kv_change(now(), KvChange::Corrupt { incarnation });
                 }
                 for waiter in self.take_waiters(dp_rank, ..=reply.number) {
                     let _ = waiter.reply.send(Ok(with_session_keys(table, &audit)));
@@ -145,7 +145,7 @@ impl AuditDesk {
 
 fn with_session_keys(table: &Table, audit: &Audit) -> RankPageAudit {
     let session_key =
-        |session: &SessionPages| table.session_key(session.incarnation.as_deref()?).cloned();
+        |session: &SessionPages| table.sessions().key_of(session.incarnation.as_deref()?).cloned();
     let sessions = audit.sessions.iter();
     RankPageAudit {
         pages: audit.pages_with_age(now()),

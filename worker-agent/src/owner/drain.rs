@@ -1,4 +1,4 @@
-//! Keeps the state of a drain, in which the agent finishes its turns and leaves its sessions.
+//! Keeps a drain's state: the agent finishes its turns, then closes or hands over its sessions.
 //!
 //! This module only decides; the owner task makes the aborts, and hands over. An operator's drain
 //! lets the agent go on: it serves what still comes.
@@ -24,14 +24,14 @@ pub(super) enum Drain {
         is_drained: bool,
     },
     Active {
-        /// The first time is the end of the grace period.
+        /// At first the end of the grace period.
         next_abort_at: Instant,
         ending: Ending,
         /// Until this time, the drain is not complete, so that routers hear of it.
         notice_until: Option<Instant>,
         reply: oneshot::Sender<()>,
     },
-    /// After a hand-over, nothing may be done.
+    /// After a hand-over, sessions belong to the next agent process.
     Complete(Ending),
 }
 
@@ -42,7 +42,7 @@ pub enum Ending {
     HandOver,
 }
 
-/// The admin port answers it.
+/// The admin port's answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct DrainState {
     /// True also if the agent stops.
@@ -72,7 +72,7 @@ impl Owner {
         ending: Ending,
         reply: oneshot::Sender<()>,
     ) {
-        info!(turns = self.table.rids_inside().count(), ?ending, "draining");
+        info!(turns = self.table.queue().rids_inside().count(), ?ending, "draining");
         self.drain = Drain::begin(now(), grace_period, ending, reply);
         match ending {
             Ending::Close => self.table.drain(now()),
@@ -143,7 +143,8 @@ impl Drain {
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         match self {
             Self::Active { next_abort_at, notice_until, .. } => {
-                Some(notice_until.map_or(*next_abort_at, |until| until.min(*next_abort_at)))
+                // Even a shorter grace period has no end before it.
+                Some(notice_until.unwrap_or(*next_abort_at))
             }
             Self::Serving { .. } | Self::Complete(_) => None,
         }
@@ -217,6 +218,9 @@ mod tests {
         assert_eq!(drain.advance(start + NOTICE, 0, 0, true), done);
         drain.complete();
         assert!(drain.has_handed_over());
+        let (reply, _answer) = oneshot::channel();
+        let short = Drain::begin(start, NOTICE / 2, Ending::HandOver, reply);
+        assert_eq!(short.next_deadline(), Some(start + NOTICE), "nothing happens earlier");
     }
 
     #[test]

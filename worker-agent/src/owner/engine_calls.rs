@@ -225,14 +225,7 @@ fn read_moment() -> Moment {
 
 /// Returns whether the engine answered.
 async fn abort_turn(engine: &EngineClient, rid: &str) -> bool {
-    // In the engine, turns of the Responses API have this prefix. Which turns these are isn't known
-    // here, so both ids are aborted.
-    let responses_rid = format!("resp_{rid}");
-    abort(engine, rid).await && abort(engine, &responses_rid).await
-}
-
-async fn abort(engine: &EngineClient, rid: &str) -> bool {
-    let result = engine.abort(rid).await;
+    let result = engine.abort_turn(rid).await;
     if let Err(error) = &result {
         warn!(rid, %error, "can't abort a turn at the engine");
     }

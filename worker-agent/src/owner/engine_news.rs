@@ -8,7 +8,7 @@ use tracing::{info, warn};
 use super::{EngineNews, Owner};
 use crate::{
     engine::{EngineInfo, LoadSample, missing::MissingFlag},
-    session::EngineLoad,
+    session::{EngineLoad, KvChange},
 };
 
 impl Owner {
@@ -19,7 +19,7 @@ impl Owner {
         if engine.check_silence(now, step_time) {
             self.reporter.mark_stale();
         }
-        if self.table.silent_reason() != self.engine.silent_reason() {
+        if self.table.queue().silent_reason() != self.engine.silent_reason() {
             self.table.set_engine_silent(now, self.engine.silent_reason().cloned());
         }
     }
@@ -89,7 +89,7 @@ impl Owner {
     fn check_adapters(&mut self) {
         let adapters = self.engine.info().and_then(|info| info.facts.adapters.as_deref());
         if let Some(adapters) = adapters {
-            self.table.handle_adapters(now(), adapters);
+            self.table.handle_kv_change(now(), KvChange::Adapters(adapters));
         }
     }
 
@@ -112,7 +112,7 @@ impl Owner {
     /// Does nothing if no engine was up.
     pub(super) fn handle_engine_gone(&mut self) {
         let Some(info) = self.engine.remove_process() else { return };
-        let sessions = self.table.iter().count();
+        let sessions = self.table.sessions().iter().count();
         warn!(sessions, "the engine's process has ended; its sessions are lost");
         self.set_engine_capacity(&info);
         self.control.reset();

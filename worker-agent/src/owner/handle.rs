@@ -1,6 +1,6 @@
 //! Defines the handle by which other tasks send requests to the owner task, and its messages.
 //!
-//! The handle and the [`Lease`] only send messages: the session table in the owner task decides.
+//! The handle and the [`TurnLease`] only send messages. The owner task's session table decides.
 
 use std::{
     sync::Arc,
@@ -8,16 +8,15 @@ use std::{
 };
 
 use contract::{
-    claim::Claim,
     control::Effect,
     id::SessionKey,
-    load::{Description, LoadReport, PageAudit, Retention, Session, Weights},
+    load::{Description, LoadReport, PageAudit, Session, Weights},
     turn_rid::TurnRid,
 };
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use super::drain::{DrainState, Ending};
-use super::engine_control::ControlEnd;
+use super::engine_control::{BegunCall, ControlEnd};
 use super::published::{PublishedSession, SessionSnapshot};
 use crate::{
     audit::{self, SessionPages},
@@ -27,7 +26,8 @@ use crate::{
         control::{ControlOutcome, ControlRequest, WeightsLabel},
     },
     session::{
-        self, CloseResult, Need, OpenResult, Outcome, PromptStart, RouteTurns, RunMode, Turn,
+        self, ClaimRequest, CloseResult, Need, OpenRequest, OpenResult, Outcome, PlannedTurn,
+        PromptStart, RunMode,
     },
 };
 
@@ -44,8 +44,8 @@ pub enum Error {
     #[error("this agent is shutting down; use another worker")]
     Stopping,
     #[error(
-        "turns run in the engine, which would die if its memory were released now; pause it first, \
-         or wait until they have ended"
+        "turns run in the engine, or it loads KV ahead of one, and it would die if its memory were \
+         released now; pause it first, or wait until they have ended"
     )]
     EngineBusy,
 }
@@ -79,7 +79,7 @@ pub enum EngineNews {
     },
     /// The engine refused the connection of a turn, so the turn's process has ended.
     RefusesConnections {
-        /// [`Lease::engine_process`].
+        /// [`TurnLease::engine_process`].
         process: u64,
     },
     Down {
@@ -92,14 +92,9 @@ pub enum EngineNews {
 
 #[derive(Debug)]
 pub(super) enum OwnerMessage {
-    /// `claim` is `None` for a turn without a session. `requested_dp_rank` is the sender's demand.
     Claim {
-        principal: String,
-        claim: Option<(Claim, SessionKey)>,
-        is_hint: bool,
-        requested_dp_rank: Option<u32>,
-        route_turns: RouteTurns,
-        reply: oneshot::Sender<Result<Lease, Error>>,
+        request: ClaimRequest,
+        reply: oneshot::Sender<Result<TurnLease, Error>>,
     },
     /// Waits until the engine has room.
     Admit {
@@ -112,10 +107,7 @@ pub(super) enum OwnerMessage {
     Abandon(String),
     /// Opens a session without a turn.
     Open {
-        key: SessionKey,
-        retention: Option<Retention>,
-        idle_max: Option<Duration>,
-        requested_dp_rank: Option<u32>,
+        request: OpenRequest,
         reply: oneshot::Sender<Result<OpenedSession, Error>>,
     },
     /// The answer says whether the close waits for a running turn.
@@ -129,6 +121,11 @@ pub(super) enum OwnerMessage {
         key: SessionKey,
         reply: oneshot::Sender<Result<(), Error>>,
     },
+    /// The answer comes when the engine has begun to load the session's KV, or doesn't.
+    Prefetch {
+        key: SessionKey,
+        reply: oneshot::Sender<Result<u64, Error>>,
+    },
     Audit {
         dp_rank: u32,
         reply: oneshot::Sender<Result<RankPageAudit, audit::Error>>,
@@ -136,7 +133,7 @@ pub(super) enum OwnerMessage {
     WatchSessions(oneshot::Sender<SessionWatch>),
     BeginControl {
         effect: Effect,
-        reply: oneshot::Sender<Result<(), Error>>,
+        reply: oneshot::Sender<Result<BegunCall, Error>>,
     },
     EndControl(ControlEnd),
     Engine(EngineNews),
@@ -176,7 +173,7 @@ pub struct RankPageAudit {
 
 #[derive(Debug)]
 pub struct AdmittedTurn {
-    pub turn: Turn,
+    pub turn: PlannedTurn,
     /// `None` for a turn without a session.
     pub run_mode: Option<oneshot::Receiver<RunModeResult>>,
 }
@@ -198,9 +195,9 @@ pub(super) struct TurnEnd {
 }
 
 /// Holds its session from before the turn's body is read, and room from admission on. Both end
-/// exactly once: in [`Lease::finish`], or by drop.
+/// exactly once: in [`TurnLease::finish`], or by drop.
 #[derive(Debug)]
-pub struct Lease {
+pub struct TurnLease {
     pub rid: String,
     /// Why the turn goes without the session at which its client hinted. `None`: it has that
     /// session, or named none.
@@ -218,7 +215,7 @@ pub struct Lease {
     pub(super) turn_end_permit: Option<mpsc::OwnedPermit<TurnEnd>>,
 }
 
-impl Lease {
+impl TurnLease {
     /// A session's first turn also waits until the session is open at the engine.
     pub async fn wait_for_admission(
         &self,
@@ -252,7 +249,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for TurnLease {
     fn drop(&mut self) {
         self.end_turn_with(if self.is_sent { Outcome::Lost } else { Outcome::Refused });
     }
@@ -272,43 +269,13 @@ pub struct AgentHandle {
 }
 
 impl AgentHandle {
-    /// With `is_hint`, a turn goes without a session that can't take it, unless a client opened
-    /// that session.
-    pub async fn claim(
-        &self,
-        principal: String,
-        claim: Option<(Claim, SessionKey)>,
-        is_hint: bool,
-        requested_dp_rank: Option<u32>,
-        route_turns: RouteTurns,
-    ) -> Result<Lease, Error> {
-        self.request(|reply| OwnerMessage::Claim {
-            principal,
-            claim,
-            is_hint,
-            requested_dp_rank,
-            route_turns,
-            reply,
-        })
-        .await?
+    pub async fn claim(&self, request: ClaimRequest) -> Result<TurnLease, Error> {
+        self.request(|reply| OwnerMessage::Claim { request, reply }).await?
     }
 
     /// Returns the existing session if it is already open.
-    pub async fn open_session(
-        &self,
-        key: SessionKey,
-        retention: Option<Retention>,
-        idle_max: Option<Duration>,
-        requested_dp_rank: Option<u32>,
-    ) -> Result<OpenedSession, Error> {
-        self.request(|reply| OwnerMessage::Open {
-            key,
-            retention,
-            idle_max,
-            requested_dp_rank,
-            reply,
-        })
-        .await?
+    pub async fn open_session(&self, request: OpenRequest) -> Result<OpenedSession, Error> {
+        self.request(|reply| OwnerMessage::Open { request, reply }).await?
     }
 
     /// Returns whether the close waits for a running turn. With `only_if_idle`, a turn is an error.
@@ -322,21 +289,26 @@ impl AgentHandle {
         self.request(|reply| OwnerMessage::Demote { key, reply }).await?
     }
 
+    /// Returns how many tokens of the session's KV begin to be loaded from the host.
+    pub async fn prefetch_session(&self, key: SessionKey) -> Result<u64, Error> {
+        self.request(|reply| OwnerMessage::Prefetch { key, reply }).await?
+    }
+
     /// Asks before a control call to the engine. If this succeeds, the caller must report the
     /// call's end by [`Self::end_control`].
-    pub async fn begin_control(&self, effect: Effect) -> Result<(), Error> {
+    pub async fn begin_control(&self, effect: Effect) -> Result<BegunCall, Error> {
         self.request(|reply| OwnerMessage::BeginControl { effect, reply }).await?
     }
 
     /// `label` is that of the weights after the call, if it was read.
     pub async fn end_control(
         &self,
-        effect: Effect,
+        call: BegunCall,
         request: ControlRequest,
         outcome: ControlOutcome,
         label: Option<WeightsLabel>,
     ) {
-        let end = ControlEnd { effect, request, outcome, label };
+        let end = ControlEnd { call, request, outcome, label };
         // Fails only if the owner task has ended. Then the agent is stopping.
         let _ = self.mailbox.send(OwnerMessage::EndControl(end)).await;
     }

@@ -54,7 +54,8 @@ pub struct SessionSnapshot {
     shards: Vec<Arc<Shard>>,
 }
 
-/// The digest of the page's last sessions.
+/// Where a page of a list ends: the digest of its last sessions. Those with equal digests stay on
+/// one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageEnd(pub u64);
 
@@ -96,8 +97,8 @@ impl SessionSnapshot {
         Some(removed)
     }
 
-    /// Returns at least `count_min` sessions and few more, if there are so many, and where the page
-    /// ends; `None` if no session is left after it.
+    /// Returns `count_min` sessions or a few more, fewer only at the end, and where the page ends;
+    /// `None` if no session is left after it.
     #[must_use]
     pub fn page(
         &self,

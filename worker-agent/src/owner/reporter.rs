@@ -161,7 +161,8 @@ impl Reporter {
             error!(reason, "engine restart required");
         }
         self.reports.send_replace(Arc::new(report));
-        let ShareFigures { principals, sessions_max, pinned_rows_max } = table.share_figures();
+        let ShareFigures { principals, sessions_max, pinned_rows_max } =
+            table.sessions().share_figures();
         self.metrics.set_shares(principals, sessions_max, pinned_rows_max);
         self.last_report_at = now;
         self.setup.watchdog.feed(now);
@@ -199,7 +200,7 @@ impl Reporter {
 
     pub(super) fn publish_session(&mut self, table: &Table, key: &SessionKey) {
         let now = now();
-        let published = table.get(key).map(|session| {
+        let published = table.sessions().get(key).map(|session| {
             let session = session_view(key, session, now, self.wall_clock);
             Arc::new(PublishedSession::new(session, now))
         });

@@ -3,14 +3,12 @@
 //! An opening waits in `waiters`, by its request id. A demotion waits here, by its session, until
 //! the engine's shim has answered or the table has given the demotion up, after seconds.
 
-use std::time::Duration;
-
-use contract::{id::SessionKey, load::Retention};
+use contract::id::SessionKey;
 use service::{clock::now, refusal::Code};
 use tokio::sync::oneshot;
 
 use super::{Error, OpenedSession, Owner, handle::new_rid, waiters::Waiter};
-use crate::session::{self, Table};
+use crate::session::{self, OpenRequest, Table};
 
 /// A caller waits seconds at most. A router sends one call per request of an operator or client.
 const DEMOTIONS_WAITING_MAX: usize = 1024;
@@ -33,7 +31,7 @@ impl PendingDemotions {
     /// Answers the callers of a session that has changed, unless it is still being demoted.
     pub(super) fn check(&mut self, table: &Table, key: &SessionKey) {
         if !self.0.is_empty()
-            && let Some(result) = table.demotion_result(key)
+            && let Some(result) = table.sessions().demotion_result(key)
         {
             self.finish(key, &result);
         }
@@ -49,21 +47,19 @@ impl PendingDemotions {
 impl Owner {
     pub(super) fn open(
         &mut self,
-        key: SessionKey,
-        retention: Option<Retention>,
-        idle_max: Option<Duration>,
-        requested_dp_rank: Option<u32>,
+        request: OpenRequest,
         reply: oneshot::Sender<Result<OpenedSession, Error>>,
     ) {
         let rid = new_rid();
-        let was_open = self.table.get(&key).is_some_and(|session| !session.is_gone());
-        let opened = self.check_usable().and_then(|()| {
-            let opened =
-                self.table.open_session(now(), &rid, &key, retention, idle_max, requested_dp_rank);
-            opened.map_err(Error::from)
-        });
+        let was_open =
+            self.table.sessions().get(&request.key).is_some_and(|session| !session.is_gone());
+        let opened = self
+            .check_usable()
+            .and_then(|()| self.table.open_session(now(), &rid, &request).map_err(Error::from));
         match opened {
-            Ok(()) => self.waiters.add(rid, Waiter::Open { key, was_open, reply }),
+            Ok(()) => {
+                self.waiters.add(rid, Waiter::Open { key: request.key, was_open, reply });
+            }
             Err(error) => drop(reply.send(Err(error))),
         }
     }

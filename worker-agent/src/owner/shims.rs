@@ -18,7 +18,7 @@ use self::check::ShimCheck;
 use super::{Owner, reporter::ShimAbilities, retentions::ShimWords, trim::TrimmerLink};
 use crate::{
     gpu::{Gpus, process::Scheduler},
-    session::{SessionReport, Table, TablePart},
+    session::{SessionReport, ShimReport, Table, TablePart},
     shim::{Hello, SessionChanges, SessionFacts, ShimHandle},
 };
 
@@ -64,7 +64,11 @@ impl Shims {
         }
         info!(dp_rank, pid, sglang, shim, undemotable, "the engine's shim is there");
         self.connected.insert(*dp_rank, undemotable.is_none());
-        table.handle_shim_up(now(), *dp_rank, undemotable.is_none());
+        table.handle_shim_report(
+            now(),
+            *dp_rank,
+            ShimReport::Up { can_demote: undemotable.is_none() },
+        );
         if let Some(reason) = &hello.unauditable_reason {
             info!(dp_rank, reason, "the engine's pages can't be audited");
         }
@@ -109,7 +113,7 @@ impl Shims {
     /// reached.
     pub(super) fn register_again(&self, table: &mut Table) {
         for (&dp_rank, &can_demote) in &self.connected {
-            table.handle_shim_up(now(), dp_rank, can_demote);
+            table.handle_shim_report(now(), dp_rank, ShimReport::Up { can_demote });
             // Fails only if this shim has disconnected. `ShimEvent::Down` follows.
             let _ = self.handle.sample_now(dp_rank);
         }
@@ -146,7 +150,11 @@ impl Shims {
     ) {
         match refusal {
             // The session's first turn may have been aborted and have left no KV.
-            None | Some("no_kv") => table.handle_demotion(now(), dp_rank, number, true),
+            None | Some("no_kv") => table.handle_shim_report(
+                now(),
+                dp_rank,
+                ShimReport::Demotion { number, is_demoted: true },
+            ),
             // The client has its last answer, but the turn is still in a queue of the engine. If
             // that lasts, the demotion ends when the session's deadline passes.
             Some("busy" | "in_flight") => {
@@ -154,7 +162,11 @@ impl Shims {
             }
             Some(reason) => {
                 warn!(incarnation = id, reason, "the engine's shim did not demote a session");
-                table.handle_demotion(now(), dp_rank, number, false);
+                table.handle_shim_report(
+                    now(),
+                    dp_rank,
+                    ShimReport::Demotion { number, is_demoted: false },
+                );
             }
         }
     }
@@ -185,9 +197,13 @@ impl Owner {
         self.engine.record_shim(dp_rank, now());
         let part = TablePart { begins_table, ends_table };
         let reports: Vec<SessionReport> = changed.into_iter().map(session_report).collect();
-        self.table.handle_session_reports(now(), dp_rank, part, &reports);
+        self.table.handle_shim_report(
+            now(),
+            dp_rank,
+            ShimReport::Sessions { part, reports: &reports },
+        );
         for id in gone_ids {
-            self.table.handle_session_gone(now(), dp_rank, &id);
+            self.table.handle_shim_report(now(), dp_rank, ShimReport::SessionGone { id: &id });
         }
     }
 }
@@ -199,7 +215,11 @@ pub(super) fn record_inspection(
     session: Option<SessionFacts>,
 ) {
     let report = session.map(session_report);
-    table.handle_inspection(now(), dp_rank, number, report.as_ref());
+    table.handle_shim_report(
+        now(),
+        dp_rank,
+        ShimReport::Inspection { number, report: report.as_ref() },
+    );
 }
 
 fn session_report(session: SessionFacts) -> SessionReport {

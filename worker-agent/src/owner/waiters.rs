@@ -8,7 +8,7 @@ use contract::id::SessionKey;
 use tokio::sync::oneshot;
 
 use super::{AdmittedTurn, Error, OpenedSession, RunModeResult, TurnRun, reporter::Reporter};
-use crate::session::{self, RunMode, Table, Turn};
+use crate::session::{self, PlannedTurn, RunMode, Table};
 
 /// A caller that is gone needs no answer: its lease, which it has dropped, ends the turn.
 #[derive(Default)]
@@ -41,7 +41,7 @@ impl Waiters {
     pub(super) fn tell_admitted(
         &mut self,
         rid: &str,
-        turn: Turn,
+        turn: PlannedTurn,
         table: &Table,
         reporter: &Reporter,
     ) -> Option<RunMode> {
@@ -61,7 +61,8 @@ impl Waiters {
                 known_run_mode
             }
             Waiter::Open { key, was_open, reply } => {
-                let session = table.get(&key).map(|session| reporter.session_view(&key, session));
+                let session =
+                    table.sessions().get(&key).map(|session| reporter.session_view(&key, session));
                 let opened = session.map(|session| OpenedSession { session, was_open });
                 let _ = reply.send(opened.ok_or(session::Error::UnknownSession.into()));
                 None

@@ -43,7 +43,7 @@ impl Session {
 }
 
 /// Asked when a turn claims its session, and again before its admission. Whether there is room is
-/// not checked here, but in `table::admission`.
+/// not checked here, but in `table::queue`.
 pub(super) fn check_turn(
     session: &Session,
     claim: &Claim,

@@ -35,6 +35,21 @@ pub enum Error {
     )]
     DemotionRefused,
     #[error(
+        "{sessions} sessions of yours were loaded ahead of their turns at this worker and have not \
+         returned; send their turns, or wait: the next turn loads its KV itself"
+    )]
+    PrefetchShare { sessions: usize },
+    #[error(
+        "the engine doesn't load this session's KV now ({0}); try again, or send the turn: it \
+         loads its KV itself"
+    )]
+    PrefetchNoRoom(String),
+    #[error(
+        "this engine can't load KV from the host's memory ahead of a turn: {0}; send the turn, \
+         which loads or computes what it needs"
+    )]
+    PrefetchUnavailable(String),
+    #[error(
         "this worker doesn't offer {} sessions: {reason}; ask for one of these: {offered}",
         .wanted.as_str()
     )]

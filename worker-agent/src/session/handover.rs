@@ -16,7 +16,7 @@ use super::{
     state::{Chooser, ClientHistory, Sharing},
 };
 
-/// By the wall clock. Sessions are idle for hours at most.
+/// Caps an age by the wall clock. Sessions are idle for hours at most.
 const WALL_CLOCK_AGE_MAX: Duration = Duration::from_secs(24 * 3600);
 
 pub const HANDOVER_VERSION: u32 = 1;
@@ -43,7 +43,8 @@ impl Moment {
         {
             return Duration::from_millis(now.ms.saturating_sub(then.ms));
         }
-        // The wall clock may have been set meanwhile, so it counts only after another boot.
+        // The wall clock may have been set meanwhile, so it counts only if the boots differ or
+        // one isn't known.
         let age = Duration::from_millis(self.unix_ms.saturating_sub(earlier.unix_ms));
         age.min(WALL_CLOCK_AGE_MAX)
     }
@@ -82,9 +83,12 @@ pub struct HandedSession {
 pub(super) struct HandedWeights {
     #[serde(deserialize_with = "count::read")]
     pub(super) epoch: u64,
-    /// The changes that the shim had counted, or would count; `None` if unknown.
+    /// The shim's count of changes at the hand-over; `None` if unknown.
     #[serde(deserialize_with = "count::read_option")]
     pub(super) counted: Option<u64>,
+    /// Whether the radix tree may have KV of older weights.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) is_tree_stale: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,11 +99,11 @@ pub(super) enum HandedState {
         #[serde(deserialize_with = "count::read")]
         resident_tokens: u64,
     },
-    /// Pinned. The engine has the history, but no KV of the session's own.
+    /// Pinned, without a row or KV of its own. The engine has the history.
     Demoted {},
     /// `no_pin_ms`: the agent doesn't pin the session before this time has passed.
     InTree { is_tagged: bool, resident_tokens: u64, no_pin_ms: u64 },
-    /// The engine has nothing. `is_tagged`: `None` if the session is pinned.
+    /// The engine has nothing. `is_tagged`: `None` if the session was pinned.
     Gone { reason: GoneReason, is_tagged: Option<bool> },
 }
 

@@ -3,7 +3,7 @@
 //! The engine keeps the KV of requests with other adapters, cache salts or extra keys apart, but it
 //! appends a turn to a streaming session whatever the turn names. So the table compares the value
 //! of each turn with that of its session's KV. The value holds hashes, no text. A name doesn't tell
-//! whether its adapter was replaced; `table::adapters` handles that.
+//! whether its adapter was replaced; `table::histories::losses` handles that.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};

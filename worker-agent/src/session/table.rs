@@ -1,9 +1,13 @@
 //! Holds the session table: it decides which turns run, and when sessions open and close.
 //!
 //! It never waits, reads no clock, and doesn't talk to the engine: the owner task carries out its
-//! [`Effect`]s. A part of the table (a field) keeps and checks figures of its own, and never calls
-//! another part or the table, but for adding [`Effects`]. Rules need several parts, so they are
-//! functions of [`Table`], by topic.
+//! [`Effect`]s.
+//!
+//! Four owners keep all state, each in fields that it checks itself, and each owns the next:
+//! [`Queue`] the [`Histories`], these the [`Pins`], and these the [`Sessions`]. So an owner can't
+//! name a higher one. A rule is a method of the highest owner that it needs, in a module by topic.
+//! A step of a rule that only one module needs is a function there, which takes this owner. The
+//! table only passes each event on, with the [`Step`] that collects its effects.
 //!
 //! A turn goes through [`Table::claim`], before its body is read, then [`Table::admit`],
 //! [`Effect::Admitted`] or [`Effect::Refused`], and [`Table::end_turn`] if it was admitted.
@@ -22,139 +26,117 @@
 //!   deltas to (turns with only new tokens), and no delta is appended to a history that a full
 //!   history has replaced. A client allows both when it opens the session again.
 
-mod adapters;
-mod admission;
-mod asides;
-mod backlog;
-mod capacity;
-mod claims;
-mod closes;
-mod closing;
-mod ends;
-mod engine;
-mod handover;
-mod held;
-mod invariants;
-mod keys_by_time;
-mod overdue;
-mod principals;
-mod queue_pace;
-mod reclaim;
+mod histories;
+mod pins;
+mod queue;
+mod reports;
+mod room;
 mod sessions;
-mod shares;
-mod shim_requests;
-mod shims;
-mod tags;
-mod ticket;
-mod tickets;
-mod trim;
-mod trim_turn;
-mod turn_shares;
-mod volatile_prefix;
-mod weights;
+mod step;
 
-use std::time::Instant;
+use std::{mem, sync::Arc, time::Instant};
 
-use contract::{id::SessionKey, load::RetentionOff};
+use contract::{
+    id::SessionKey,
+    load::{Retention, RetentionOff},
+};
 
 use self::{
-    closes::Closes, held::Held, queue_pace::QueuePace, sessions::Sessions,
-    shim_requests::ShimRequests, shims::RankShims, tickets::Tickets, weights::WeightsState,
+    histories::Histories,
+    pins::Pins,
+    queue::{Queue, backlog, shares},
+    sessions::Sessions,
+    step::Step,
 };
 use super::{
-    CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenResult, Outcome,
-    PrefixTracker, PromptStart, RankCapacity, RankTotals, Record, RouteTurns, RunMode, Session,
-    SessionEvent, TableSettings, TrimRequest, Turn, TurnSession, Usage,
+    ClaimRequest, CloseRequest, CloseResult, Effect, EngineCapacity, Error, Need, OpenRequest,
+    OpenResult, Outcome, PlannedTurn, PrefixTracker, PromptStart, RankCapacity, RankTotals, Record,
+    RouteTurns, RunMode, Session, SessionEvent, TableSettings, TrimRequest, TurnSession, Usage,
     deltas::{Deltas, check_route, check_turn},
+    handover::HandedSession,
     lifecycle::{Doubt, ExpectedHistory, GoneReason, Row, ShimRequest, State, Tree},
     state::{Chooser, ClientHistory, EngineHistory, MeasuredHistory, Sharing, TurnCounts},
 };
-use crate::{guard::Guard, shim::trim::Plan};
+use crate::guard::{Guard, Guards};
 
 pub use self::{
-    engine::{EngineLoad, SessionReport, TablePart},
-    handover::Legacy,
-    shares::{PrincipalView, ShareFigures},
-    trim::{TrimOutcome, TrimPlan},
-    weights::WeightsReport,
+    histories::{
+        handover::Legacy,
+        trim_turn::{TrimOutcome, TrimPlan},
+        weights::WeightsReport,
+    },
+    queue::{backlog::UnseenBy, shares::PrincipalView},
+    reports::{EngineLoad, KvChange, SessionReport, ShimReport, TablePart},
+    sessions::ShareFigures,
 };
 
 #[derive(Debug)]
 pub struct Table {
-    settings: TableSettings,
-    engine: EngineCapacity,
-    /// Why the engine doesn't offer the other retentions.
-    retentions_off: Vec<RetentionOff>,
-    sessions: Sessions,
-    tickets: Tickets,
-    closes: Closes,
-    shims: RankShims,
-    shim_requests: ShimRequests,
-    queue_pace: QueuePace,
-    effects: Effects,
-    /// Why the engine counts as silent; `None` while it speaks.
-    silent_reason: Option<String>,
-    weights: WeightsState,
-    /// When the first turn that waits for its session's history has waited long enough.
-    history_awaited_until: Option<Instant>,
+    queue: Queue,
+    effects: Vec<Effect>,
 }
 
-#[derive(Debug, Default)]
-struct Effects(Vec<Effect>);
-
-impl Effects {
-    fn push(&mut self, effect: Effect) {
-        self.0.push(effect);
-    }
-
-    fn write_journal(&mut self, record: Record) {
-        self.push(Effect::Journal(record));
-    }
-
-    fn report_event(&mut self, key: &SessionKey, event: SessionEvent) {
-        self.push(Effect::SessionEvent(key.clone(), event));
-    }
-
-    /// Consecutive changes of one session are reported once.
-    fn report_change(&mut self, key: &SessionKey) {
-        if !matches!(self.0.last(), Some(Effect::SessionChanged(changed)) if changed == key) {
-            self.push(Effect::SessionChanged(key.clone()));
-        }
-    }
+/// What keeps the table from its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unfinished {
+    /// Closes that the engine has not confirmed, and sessions that are opening or closing.
+    pub closes: usize,
+    /// Turns inside, and sessions that an answer is about to change. A hold counts as one.
+    pub changes: usize,
 }
 
 impl Table {
     #[must_use]
     pub fn new(settings: TableSettings, engine: EngineCapacity) -> Self {
-        let mut closes = Closes::new(settings.stuck_after);
-        closes.reset(engine.page_tokens);
-        let mut table = Self {
-            retentions_off: vec![],
-            sessions: Sessions::new(&settings),
-            shim_requests: ShimRequests::new(settings.shim_requests_max()),
-            settings,
-            engine,
-            tickets: Tickets::default(),
-            closes,
-            shims: RankShims::default(),
-            queue_pace: QueuePace::default(),
-            effects: Effects::default(),
-            silent_reason: None,
-            weights: WeightsState::default(),
-            history_awaited_until: None,
-        };
-        table.add_ranks();
-        table
+        Self { queue: Queue::new(&Arc::new(settings), engine), effects: vec![] }
+    }
+
+    /// Claims a turn's place before the body is read, so that a turn that its session can't take is
+    /// refused at once. [`Self::enqueue`] or [`Self::end_turn`] must follow.
+    pub fn claim(&mut self, now: Instant, rid: &str, request: &ClaimRequest) -> Result<(), Error> {
+        self.step(now, |queue, step| queue.claim(step, rid, request))
+    }
+
+    /// Must come before [`Self::enqueue`].
+    pub fn set_prompt_start(&mut self, rid: &str, start: PromptStart) {
+        self.queue.set_prompt_start(rid, start);
+    }
+
+    /// [`Effect::Admitted`] or [`Effect::Refused`] follows, at once or when there is room. Returns
+    /// false if the turn has ended meanwhile.
+    pub fn enqueue(&mut self, now: Instant, rid: &str, need: Need) -> bool {
+        self.step(now, |queue, step| queue.enqueue(step, rid, need))
+    }
+
+    /// The turn's client has disconnected. The caller aborts the turn, which counts as inside until
+    /// the engine acknowledges its end.
+    pub fn abandon_turn(&mut self, now: Instant, rid: &str) {
+        self.step(now, |queue, step| queue.abandon_turn(step, rid));
+    }
+
+    /// Ends a claimed turn at any stage, and closes its session if the claim asked for that. Does
+    /// nothing if the turn has already ended.
+    pub fn end_turn(&mut self, now: Instant, rid: &str, outcome: Outcome) {
+        self.step(now, |queue, step| queue.end_turn(step, rid, outcome));
+    }
+
+    /// Opens a session without a turn. [`Effect::Admitted`] or [`Effect::Refused`] with the id
+    /// `rid` follows. A session that is already open keeps its history. One that can't continue is
+    /// replaced.
+    pub fn open_session(
+        &mut self,
+        now: Instant,
+        rid: &str,
+        request: &OpenRequest,
+    ) -> Result<(), Error> {
+        self.step(now, |queue, step| queue.open_session(step, rid, request))
     }
 
     /// Closes a session, now or when its running turns have ended. Returns true if it is still in
     /// the table, for them or for the engine's answer to its open. A session that is already
     /// closing counts as unknown.
     pub fn close_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
-        self.begin_close(now, key)?;
-        self.process_queue(now);
-        self.debug_check();
-        Ok(self.sessions.has(key))
+        self.step(now, |queue, step| queue.close_session(step, key))
     }
 
     /// With `only_if_idle`, refuses to close a session of which a turn runs or waits.
@@ -164,165 +146,217 @@ impl Table {
         key: &SessionKey,
         only_if_idle: bool,
     ) -> Result<bool, Error> {
-        let has_turns = self.sessions.get(key).is_some_and(Session::has_turns);
+        let has_turns = self.sessions().get(key).is_some_and(Session::has_turns);
         if only_if_idle && has_turns { Err(Error::Busy) } else { self.close_session(now, key) }
     }
 
-    /// As [`Self::close_session`], but decides on no waiting ticket.
-    fn begin_close(&mut self, now: Instant, key: &SessionKey) -> Result<(), Error> {
-        let session = self.sessions.get(key).ok_or(Error::UnknownSession)?;
-        match session.state {
-            State::Closing(_) => return Err(Error::UnknownSession),
-            State::Planned | State::Gone { .. } if session.turns.running == 0 => {
-                self.drop_session(now, key, &Error::UnknownSession)
+    /// Demotes a session between two turns, for its owner or an operator. Returns true if it is
+    /// demoted already; otherwise `Sessions::demotion_result` tells the end. A session that the
+    /// shim can't demote stays.
+    pub fn demote_session(&mut self, now: Instant, key: &SessionKey) -> Result<bool, Error> {
+        self.step(now, |queue, step| queue.histories.demote_session(step, key))
+    }
+
+    pub fn handle_open_result(&mut self, now: Instant, incarnation: &str, result: &OpenResult) {
+        self.step(now, |queue, step| queue.handle_open_result(step, incarnation, result));
+    }
+
+    /// The engine has answered, or the shim has reported that the session is closed.
+    pub fn handle_close_result(&mut self, now: Instant, incarnation: &str, result: CloseResult) {
+        self.step(now, |queue, step| queue.apply_close_result(step, incarnation, result));
+    }
+
+    /// The shim reports its final plan before the engine gets the turn. Returns how many tokens the
+    /// engine need not compute, as the session holds them; `None` if the turn has a plan already.
+    pub fn handle_plan(&mut self, now: Instant, plan: &TrimPlan) -> Option<(TrimOutcome, u64)> {
+        self.step(now, |queue, step| queue.handle_plan(step, plan))
+    }
+
+    /// An [`Effect::AnswerQuestion`] follows. Without one, the shim decides after two seconds.
+    pub fn handle_question(&mut self, now: Instant, question: u64, plan: &TrimPlan) {
+        self.step(now, |queue, step| {
+            if queue.histories.handle_question(step, question, plan) {
+                queue.admit_waiting(step);
             }
-            _ => {
-                // If the engine is still opening the session, its answer triggers the close.
-                let is_opening = matches!(session.state, State::Opening(_));
-                self.answer_run_outside(key);
-                self.change_session(key, |session| session.state.begin_closing());
-                if !is_opening {
-                    self.close_if_due(now, key);
-                }
-            }
-        }
-        Ok(())
+        });
+    }
+
+    /// `was_retracted`: the engine will resume the turn, so `history_tokens` isn't final.
+    pub fn handle_commit(
+        &mut self,
+        rid: &str,
+        incarnation: &str,
+        history_tokens: u64,
+        was_retracted: bool,
+    ) {
+        let turns = &mut self.queue.histories.turns;
+        turns.note_commit(rid, incarnation, history_tokens, was_retracted);
+    }
+
+    pub fn handle_load(&mut self, now: Instant, dp_rank: u32, load: EngineLoad) {
+        self.step(now, |queue, step| queue.handle_load(step, dp_rank, load));
+    }
+
+    pub fn handle_shim_report(&mut self, now: Instant, dp_rank: u32, report: ShimReport<'_>) {
+        self.step(now, |queue, step| queue.apply_shim_report(step, dp_rank, report));
+    }
+
+    pub fn handle_kv_change(&mut self, now: Instant, change: KvChange<'_>) {
+        self.step(now, |queue, step| queue.apply_kv_change(step, change));
+    }
+
+    /// Sessions keep what they have. Returns whether anything has changed.
+    pub fn set_retentions(
+        &mut self,
+        offered: Vec<Retention>,
+        retentions_off: Vec<RetentionOff>,
+    ) -> bool {
+        self.queue.histories.retentions.set(offered, retentions_off)
+    }
+
+    pub fn set_trimming(&mut self, now: Instant, shim_trims: bool) {
+        self.step(now, |queue, step| {
+            queue.histories.shims.set_trims(shim_trims);
+            queue.admit_waiting(step);
+        });
+    }
+
+    /// `reason`: the engine's process runs, but has said nothing for too long. Then the table
+    /// refuses what waits and what comes; turns inside the engine go on. `None`: it speaks.
+    pub fn set_engine_silent(&mut self, now: Instant, reason: Option<String>) {
+        self.step(now, |queue, step| queue.set_silent(step, reason));
+    }
+
+    /// Holds back the turns that are not inside the engine, for example because it is paused. They
+    /// wait in the queue like turns without room, and are refused with the reason after too long a
+    /// wait. `None` lets them go on.
+    pub fn set_hold(&mut self, now: Instant, reason: Option<String>) {
+        self.step(now, |queue, step| queue.set_hold(step, reason));
+    }
+
+    /// All rows, KV and histories are lost too. `engine` describes the next engine.
+    pub fn handle_engine_lost(&mut self, now: Instant, engine: EngineCapacity) {
+        self.step(now, |queue, step| queue.lose_engine(step, engine));
     }
 
     /// Closes all sessions. Running turns end first.
     pub fn drain(&mut self, now: Instant) {
-        self.refuse_waiting(now, &Error::Stopping);
-        let keys = self.sessions.keys(|_| true);
-        // `close_session` fails only for a session that is already closing.
-        keys.iter().for_each(|key| drop(self.close_session(now, key)));
+        self.step(now, Queue::drain);
+    }
+
+    /// Refuses all turns that wait. The caller admits no others, and calls [`Self::hand_over`] once
+    /// nothing is about to change.
+    pub fn begin_handover(&mut self, now: Instant) {
+        self.step(now, |queue, step| queue.refuse_waiting(step, &Error::Stopping));
+    }
+
+    /// Nothing may be changed afterwards.
+    #[must_use]
+    pub fn hand_over(&self, now: Instant) -> Vec<HandedSession> {
+        self.queue.histories.hand_over(now)
+    }
+
+    /// Closes the other incarnations and tags that the last agent process left open.
+    pub fn take_over(&mut self, now: Instant, legacy: Legacy) {
+        self.step(now, |queue, step| queue.histories.take_over(step, legacy));
     }
 
     /// Does everything whose deadline has passed; see [`Self::next_deadline`].
     pub fn run_deadlines(&mut self, now: Instant) {
-        if self.sessions.next_deadline().is_some_and(|deadline| deadline <= now) {
-            self.run_session_deadlines(now);
-        }
-        if self.history_awaited_until.is_some_and(|until| until <= now) {
-            self.process_queue(now);
-        }
-        self.replace_unanswered_requests(now);
-        self.closes.repeat_due(now, &mut self.effects);
-        self.refuse_overdue(now);
-    }
-
-    fn run_session_deadlines(&mut self, now: Instant) {
-        for key in self.sessions.due(now) {
-            // What was done about another session may have changed this one.
-            let Some(session) = self.sessions.get(&key) else { continue };
-            if session.state.shim_request().is_some() {
-                self.close_without_answer(now, &key);
-            } else if self.sessions.may_expire(session) && session.expires_at() <= now {
-                self.effects.report_event(&key, SessionEvent::Expired);
-                let _ = self.close_session(now, &key);
-            } else if self.sessions.is_idle_auto_pin(session)
-                && self.sessions.demotes_at(session) <= now
-            {
-                self.release_kv(now, &key);
-            }
-        }
-        self.process_queue(now);
+        self.step(now, Queue::run_deadlines);
     }
 
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
-        let oldest_since = self.tickets.oldest_since();
-        let queue_deadline = oldest_since.map(|since| since + self.settings.queue_wait_max);
-        let deadlines = [
-            self.sessions.next_deadline(),
-            self.shim_requests.next_place(),
-            queue_deadline,
-            self.closes.next_repeat(),
-            self.history_awaited_until,
-        ];
-        deadlines.into_iter().flatten().min()
+        self.queue.next_deadline()
     }
 
     #[must_use]
     pub fn take_effects(&mut self) -> Vec<Effect> {
-        std::mem::take(&mut self.effects.0)
+        mem::take(&mut self.effects)
+    }
+
+    #[must_use]
+    pub fn sessions(&self) -> &Sessions {
+        self.queue.sessions()
+    }
+
+    #[must_use]
+    pub fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    #[must_use]
+    pub fn weights_epoch(&self) -> u64 {
+        self.queue.histories.weights.epoch()
     }
 
     #[must_use]
     pub fn totals(&self, dp_rank: u32) -> RankTotals {
-        let guards = self.settings.guards;
-        let counted = |held: Held, guard| if guards.is_on(guard) { held } else { Held::default() };
-        let sessions = self.sessions.rank(dp_rank);
-        let closing = self.closes.held(dp_rank);
-        let foreign = counted(self.shims.foreign(dp_rank), Guard::ForeignCounted);
-        let held = sessions.held + counted(closing, Guard::CountedUntilClosed) + foreign;
-        let load = self.tickets.load(dp_rank);
-        RankTotals {
-            sessions: sessions.sessions,
-            rows_held: held.rows,
-            pinned_tokens: held.tokens,
-            tree_tokens_estimate: sessions.tree_tokens,
-            turns_running: load.running,
-            turns_queued: load.queued,
-            foreign_rows: foreign.rows,
-            foreign_tokens: foreign.tokens,
+        shares::totals(&self.queue, dp_rank)
+    }
+
+    #[must_use]
+    pub fn principal_view(&self, now: Instant, principal: &str, dp_rank: u32) -> PrincipalView {
+        shares::principal_view(&self.queue, now, principal, dp_rank)
+    }
+
+    /// Returns the prompt tokens of a rank that the engine's load figures don't show yet. Leaves
+    /// out tokens whose KV is resident, as far as that is known.
+    #[must_use]
+    pub fn unseen_prompt_tokens(&self, dp_rank: u32, unseen_by: UnseenBy) -> u64 {
+        backlog::unseen_prompt_tokens(&self.queue, dp_rank, unseen_by)
+    }
+
+    #[must_use]
+    pub fn unfinished(&self) -> Unfinished {
+        let ranks = self.sessions().all_ranks();
+        let (closing, changing) = ranks.fold((0, 0), |(closing, changing), rank| {
+            (closing + rank.opening + rank.closing, changing + rank.opening + rank.await_shim)
+        });
+        let holds = usize::from(self.queue.hold_reason().is_some());
+        Unfinished {
+            closes: self.queue.pins().closes.len() + closing,
+            changes: self.queue.turns_inside() + changing + holds,
         }
     }
 
+    /// Returns why: the engine keeps a session half closed, or doesn't end an aborted turn. An
+    /// engine that is held back, such as a paused one, ends neither before it goes on.
     #[must_use]
-    pub fn get(&self, key: &SessionKey) -> Option<&Session> {
-        self.sessions.get(key)
+    pub fn restart_required(&self, now: Instant) -> Option<String> {
+        if self.queue.hold_reason().is_some() {
+            return None;
+        }
+        let stuck_closes = self.queue.pins().closes.stuck_count(now);
+        if stuck_closes > 0 {
+            return Some(format!(
+                "the engine keeps {stuck_closes} sessions half closed; their rows and KV come back \
+                 only when it restarts"
+            ));
+        }
+        let stuck_turns = self.queue.stuck_turns(now);
+        (stuck_turns > 0).then(|| {
+            format!(
+                "the engine doesn't end {stuck_turns} aborted turns; restart it to free their rows"
+            )
+        })
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (&SessionKey, &Session)> {
-        self.sessions.iter()
+    /// Panics if a promise is broken. A promise is not checked while its guard is off.
+    /// `crate::audit` checks the engine's own KV pages.
+    pub fn check_invariants(&self) {
+        self.queue.check_invariants();
     }
 
-    pub fn rids_inside(&self) -> impl Iterator<Item = &str> {
-        self.tickets.inside().map(|(rid, ..)| rid)
-    }
-
-    #[must_use]
-    pub fn turns_inside(&self) -> usize {
-        self.tickets.turns_inside()
-    }
-
-    /// Closes that the engine has not confirmed, and sessions that are opening or closing.
-    #[must_use]
-    pub fn pending_count(&self) -> usize {
-        let ranks = self.sessions.all_ranks();
-        self.closes.len() + ranks.map(|rank| rank.opening + rank.closing).sum::<usize>()
-    }
-
-    fn change_session<T>(&mut self, key: &SessionKey, change: impl FnOnce(&mut Session) -> T) -> T {
-        self.sessions.change(&mut self.effects, key, change)
-    }
-
-    /// The engine must hold nothing of the session, or its close must have begun.
-    fn drop_session(&mut self, now: Instant, key: &SessionKey, error: &Error) {
-        self.sessions.remove(&mut self.effects, key);
-        let queue = self.tickets.queue().iter();
-        let rids: Vec<String> =
-            queue.filter(|rid| self.tickets[rid].key() == Some(key)).cloned().collect();
-        rids.iter().for_each(|rid| self.refuse_ticket(now, rid, error.clone()));
-    }
-
-    /// Figures of ranks that no longer exist stay, because turns there must still end.
-    fn add_ranks(&mut self) {
-        let rank_count = self.engine.ranks.len();
-        self.sessions.set_engine(rank_count, self.engine.page_tokens);
-        self.tickets.add_ranks(rank_count);
-        self.shims.add_ranks(rank_count);
-        self.shim_requests.add_ranks(rank_count);
-    }
-
-    fn capacity(&self, dp_rank: u32) -> Result<&RankCapacity, Error> {
-        self.engine.ranks.get(dp_rank as usize).ok_or(Error::NoRank(dp_rank))
-    }
-
-    fn debug_check(&self) {
+    fn step<T>(&mut self, now: Instant, act: impl FnOnce(&mut Queue, &mut Step) -> T) -> T {
+        let mut step = Step::new(now, mem::take(&mut self.effects));
+        let result = act(&mut self.queue, &mut step);
+        self.effects = step.into_effects();
         if cfg!(debug_assertions) {
             self.check_invariants();
         }
+        result
     }
 }
 

@@ -5,7 +5,7 @@ use contract::{id::SessionKey, load::Retention};
 use super::KvIdentity;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Turn {
+pub struct PlannedTurn {
     /// `None` for a turn without a session.
     pub session: Option<TurnSession>,
     pub dp_rank: u32,
@@ -17,9 +17,11 @@ pub struct Turn {
     pub run_mode: Option<RunMode>,
 }
 
-impl Turn {
+impl PlannedTurn {
+    /// Whether the request to the engine names the pinned session. One whose full history is to be
+    /// trimmed names the tree, and the shim moves the turn into the session.
     #[must_use]
-    pub fn is_pinned(&self) -> bool {
+    pub fn names_pin(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.retention == Retention::Pinned)
     }
 

@@ -21,6 +21,7 @@
 //! | `Trimmer` | trimmer | to agent | [`Trimmer`](super::trim::Trimmer) |
 //! | `Planned` | trimmer | to agent | [`PlanReport`](super::trim::PlanReport) |
 //! | `Demote` | shim | to shim | the number of the request, the session |
+//! | `Prefetch` | shim | to shim | the number of the request, the session, the most tokens |
 //! | `Inspect` | shim | to shim | the number of the request, the session |
 //! | `SampleNow` | shim | to shim | |
 //! | `Audit` | shim | to shim | the number of the request |
@@ -42,7 +43,7 @@ use super::{AuditReply, Hello, RankFacts, SessionFacts};
 use crate::incarnation::INCARNATION_BYTES_MAX;
 
 /// The agent refuses a shim with another version.
-pub const VERSION: u8 = 7;
+pub const VERSION: u8 = 9;
 /// The shim's largest update (256 events, 512 sessions that are gone, 512 changed sessions, names
 /// of 512 bytes) has 0.8 MiB.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
@@ -108,6 +109,7 @@ pub(super) enum WireEvent {
     Committed { id: String, rid: String, history_tokens: u32, is_retracted: bool },
     Aborted { id: String, was_running: bool },
     Demoted { number: u64, id: String, refusal: Option<String> },
+    Prefetched { number: u64, id: String, tokens: u64, refusal: Option<String> },
     Inspected { number: u64, session: Option<SessionFacts> },
 }
 
@@ -117,6 +119,7 @@ pub(super) enum WireEvent {
 #[serde(tag = "command")]
 pub(super) enum ShimCommand {
     Demote { number: u64, session: String },
+    Prefetch { number: u64, session: String, tokens_max: u64 },
     Inspect { number: u64, session: String },
     SampleNow,
     Audit { number: u64 },
@@ -128,6 +131,7 @@ impl ShimCommand {
     /// `None` if the session's name is longer than [`NAME_BYTES_MAX`].
     pub(super) fn encode(&self) -> Option<Vec<u8>> {
         if let Self::Demote { session, .. }
+        | Self::Prefetch { session, .. }
         | Self::Inspect { session, .. }
         | Self::Run { session: Some(session), .. } = self
             && session.len() > NAME_BYTES_MAX

@@ -181,6 +181,11 @@ fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
         WireEvent::Demoted { number, id, refusal } => {
             ShimEvent::Demoted { dp_rank, number, id, refusal }
         }
+        WireEvent::Prefetched { number, tokens, refusal, .. } => {
+            // No pool has more, and sums of it can't overflow.
+            let tokens = tokens.min(u32::MAX.into());
+            ShimEvent::Prefetched { dp_rank, number, tokens, refusal }
+        }
         WireEvent::Inspected { number, session } => {
             ShimEvent::Inspected { dp_rank, number, session }
         }
@@ -190,9 +195,8 @@ fn to_report(dp_rank: u32, event: WireEvent) -> ShimEvent {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use service::clock::now;
 
-    use super::*;
+    use super::{super::codec::tests::no_facts, *};
 
     fn session(id: &str, history: u32) -> SessionFacts {
         SessionFacts { id: id.into(), history_tokens: history, ..SessionFacts::default() }
@@ -204,26 +208,7 @@ mod tests {
 
     /// Returns an update without any event or session.
     fn update(available_tokens: u64, begins_table: bool) -> Update {
-        let facts = Some(RankFacts {
-            dp_rank: 0,
-            read_at: now(),
-            pool_tokens: 0,
-            available_tokens,
-            evictable_tokens: 0,
-            protected_tokens: 0,
-            held_tokens: 0,
-            uncached_tokens: 0,
-            rows_total: 0,
-            rows_free: 0,
-            running: 0,
-            waiting: 0,
-            events_lost: 0,
-            recounts: 0,
-            samples: 0,
-            samples_ns: 0,
-            weight_changes: 0,
-            has_old_kv: false,
-        });
+        let facts = Some(RankFacts { available_tokens, ..no_facts() });
         let (events, gone_ids, sessions) = (vec![], vec![], vec![]);
         Update { seq: 0, facts, begins_table, ends_table: false, events, gone_ids, sessions }
     }

@@ -13,7 +13,10 @@ use std::{
 use serde::Serialize;
 use serde_bytes::Bytes;
 
-use super::{codec::tests::framed, *};
+use super::{
+    codec::tests::{framed, no_facts},
+    *,
+};
 
 /// A generous limit for operations that take milliseconds, also on a slow machine.
 pub(super) const SOON: Duration = Duration::from_secs(60);
@@ -108,7 +111,12 @@ impl Shim {
 
 fn update(seq: u64, available: u64, closed: &[&str]) -> impl Serialize {
     let used = 2048 - available;
-    let facts = (2048, available, 0, 0, 0, used, 0, 0, 0, 0, 0, 0, 0, 0, 0, false);
+    let facts = RankFacts {
+        pool_tokens: 2048,
+        available_tokens: available,
+        uncached_tokens: used,
+        ..no_facts()
+    };
     let events: Vec<_> = closed.iter().map(|id| ("Closed", (*id).to_owned())).collect();
     ("Update", seq, facts, false, false, events, [(); 0], [(); 0])
 }

@@ -45,7 +45,8 @@ pub enum Plan {
     /// The prompt's text differs from the session's history, or nothing follows the history.
     Diverged,
     /// The turn can't run in the session for the reason that [`PlanReport::why`] names.
-    Refused,
+    #[serde(rename = "refused")]
+    NotTrimmed,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]

@@ -5,9 +5,9 @@
 use std::{fmt::Write as _, time::Duration};
 
 use contract::{id::SessionKey, load::PageAudit, v1};
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use super::{Outcome, print};
+use super::{Outcome, json_line, print};
 use crate::{
     args::{AuditArgs, TargetArgs},
     connect::agent,
@@ -56,30 +56,56 @@ fn parse_rank(wire_audit: v1::RankAudit) -> Result<RankAudit, contract::load::Er
 }
 
 fn as_json(ranks: &[RankAudit]) -> String {
-    let rank_values: Vec<Value> = ranks
-        .iter()
-        .map(|rank| match &rank.audit {
-            Ok((page_audit, sessions)) => {
-                let sessions: Vec<Value> = sessions.iter().map(session_json).collect();
-                json!({ "dp_rank": rank.dp_rank, "pages": page_audit, "sessions": sessions })
+    let ranks = ranks.iter().map(|rank| {
+        let dp_rank = rank.dp_rank;
+        match &rank.audit {
+            Ok((pages, sessions)) => {
+                let sessions = sessions.iter().map(AuditedSession::new).collect();
+                AuditedRank::Audited { dp_rank, pages, sessions }
             }
-            Err(refusal) => json!({ "dp_rank": rank.dp_rank, "refusal": refusal }),
-        })
-        .collect();
-    format!("{}\n", json!({ "ranks": rank_values }))
+            Err(refusal) => AuditedRank::Refused { dp_rank, refusal },
+        }
+    });
+    json_line(&AuditedRanks { ranks: ranks.collect() })
 }
 
-fn session_json(session: &v1::SessionPages) -> Value {
-    json!({
-        "session": key_digest(session),
-        "incarnation": session.incarnation,
-        "pages": session.pages,
-        "exclusive_pages": session.exclusive_pages,
-        "freed_by_close_pages": session.freed_by_close_pages,
-        "share_milli": session.share_milli,
-        "runs": session.runs,
-        "tail_tokens": session.tail_tokens,
-    })
+#[derive(Debug, Serialize)]
+struct AuditedRanks<'a> {
+    ranks: Vec<AuditedRank<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum AuditedRank<'a> {
+    Audited { dp_rank: u32, pages: &'a PageAudit, sessions: Vec<AuditedSession<'a>> },
+    Refused { dp_rank: u32, refusal: &'a str },
+}
+
+#[derive(Debug, Serialize)]
+struct AuditedSession<'a> {
+    session: Option<String>,
+    incarnation: &'a str,
+    pages: u64,
+    exclusive_pages: u64,
+    freed_by_close_pages: Option<u64>,
+    share_milli: u64,
+    runs: u64,
+    tail_tokens: u64,
+}
+
+impl<'a> AuditedSession<'a> {
+    fn new(session: &'a v1::SessionPages) -> Self {
+        Self {
+            session: key_digest(session),
+            incarnation: &session.incarnation,
+            pages: session.pages,
+            exclusive_pages: session.exclusive_pages,
+            freed_by_close_pages: session.freed_by_close_pages,
+            share_milli: session.share_milli,
+            runs: session.runs,
+            tail_tokens: session.tail_tokens,
+        }
+    }
 }
 
 /// Logs name the session so. `None` for a session that the agent doesn't know.

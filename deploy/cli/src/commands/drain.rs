@@ -5,10 +5,10 @@
 use std::time::Duration;
 
 use contract::v1;
-use serde_json::json;
+use serde::Serialize;
 use service::clock::now;
 
-use super::{Outcome, print};
+use super::{Outcome, json_line, print};
 use crate::{
     args::{DrainArgs, TargetArgs},
     connect::agent,
@@ -17,6 +17,14 @@ use crate::{
 
 const CALL_MAX: Duration = Duration::from_secs(10);
 const ASK_INTERVAL: Duration = Duration::from_millis(200);
+
+#[derive(Debug, Serialize)]
+struct DrainState {
+    draining: bool,
+    turns_running: u32,
+    turns_queued: u32,
+    sessions: u32,
+}
 
 /// Turns that are left after the time to wait are not well.
 pub async fn run(target: &TargetArgs, args: &DrainArgs) -> Result<Outcome, Error> {
@@ -38,11 +46,7 @@ pub async fn run(target: &TargetArgs, args: &DrainArgs) -> Result<Outcome, Error
 fn describe(state: v1::DrainState, is_json: bool) -> String {
     let v1::DrainState { draining, turns_running, turns_queued, sessions } = state;
     if is_json {
-        let state = json!({
-            "draining": draining, "turns_running": turns_running, "turns_queued": turns_queued,
-            "sessions": sessions,
-        });
-        return format!("{state}\n");
+        return json_line(&DrainState { draining, turns_running, turns_queued, sessions });
     }
     let state = if draining { "drains" } else { "takes new sessions" };
     format!(

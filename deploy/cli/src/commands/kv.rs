@@ -13,10 +13,10 @@ use blocks::{
     kv::{Change, RankChange},
 };
 use contract::v1;
-use serde_json::{Value, json};
+use serde::Serialize;
 use service::proof::router::AgentClient;
 
-use super::{Outcome, print};
+use super::{Outcome, json_line, print};
 use crate::{
     args::{KvArgs, TargetArgs},
     connect::agent,
@@ -68,6 +68,20 @@ impl RankBlocks {
     }
 }
 
+#[derive(Debug, Serialize)]
+struct Ranks<'a> {
+    ranks: Vec<Rank<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Rank<'a> {
+    /// `unknown` says why.
+    Unknown { dp_rank: u32, unknown: &'a str },
+    /// The hashes of the resident blocks.
+    Known { dp_rank: u32, block_tokens: u32, device: Vec<String>, host: Vec<String> },
+}
+
 /// A rank whose blocks are unknown is not well.
 pub async fn run(target: &TargetArgs, args: &KvArgs) -> Result<Outcome, Error> {
     let client = agent::connect(target, SNAPSHOTS_WAIT_MAX).await?;
@@ -112,16 +126,16 @@ fn as_json(ranks: &BTreeMap<u32, RankBlocks>) -> String {
     let hex_hashes = |blocks: &BTreeSet<BlockHash>| -> Vec<String> {
         blocks.iter().map(|block| format!("{:016x}", block.0)).collect()
     };
-    let rank_values = ranks.iter().map(|(dp_rank, rank)| match &rank.unknown_reason {
-        Some(reason) => json!({ "dp_rank": dp_rank, "unknown": reason }),
-        None => json!({
-            "dp_rank": dp_rank,
-            "block_tokens": rank.block_tokens,
-            "device": hex_hashes(&rank.blocks[0]),
-            "host": hex_hashes(&rank.blocks[1]),
-        }),
+    let ranks = ranks.iter().map(|(&dp_rank, rank)| match &rank.unknown_reason {
+        Some(reason) => Rank::Unknown { dp_rank, unknown: reason },
+        None => Rank::Known {
+            dp_rank,
+            block_tokens: rank.block_tokens,
+            device: hex_hashes(&rank.blocks[0]),
+            host: hex_hashes(&rank.blocks[1]),
+        },
     });
-    format!("{}\n", json!({ "ranks": rank_values.collect::<Vec<Value>>() }))
+    json_line(&Ranks { ranks: ranks.collect() })
 }
 
 fn as_table(ranks: &BTreeMap<u32, RankBlocks>) -> String {

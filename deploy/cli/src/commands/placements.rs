@@ -1,6 +1,6 @@
 //! Runs `berth placements`: where the last turns were placed and why, or all about one of them.
 
-use contract::api::{Placements, RecentPlacement};
+use contract::api::{Figures, Placements, RecentPlacement, WorkerFigures};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -82,8 +82,8 @@ fn explain(page: &Placements, json: Value) -> Listing {
             known(placement.uncached_tokens, count),
         ));
         for figures in &placement.compared {
-            let worker = figures["worker"].as_str().unwrap_or_default();
-            let is_chosen = worker == placement.worker;
+            let WorkerFigures { worker, figures } = figures;
+            let is_chosen = *worker == placement.worker;
             let mark = if is_chosen { Cell::toned("chosen", Tone::Good) } else { "".into() };
             rows.push(vec![clean(worker).into(), mark, figures_text(figures).into()]);
         }
@@ -91,9 +91,11 @@ fn explain(page: &Placements, json: Value) -> Listing {
     Listing { json, columns: COMPARED_COLUMNS, rows, notes }
 }
 
-fn figures_text(figures: &Value) -> String {
+/// Their names say all that the API says of them.
+fn figures_text(figures: &Figures) -> String {
+    let figures = serde_json::to_value(figures).unwrap_or_default();
     let members = figures.as_object().into_iter().flatten();
-    let shown = members.filter(|(name, value)| *name != "worker" && !value.is_null());
+    let shown = members.filter(|(_, value)| !value.is_null());
     let texts: Vec<String> = shown.map(|(name, value)| clean(&format!("{name} {value}"))).collect();
     texts.join(", ")
 }

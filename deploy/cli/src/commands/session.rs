@@ -1,6 +1,6 @@
-//! Runs `berth session`: shows, closes or demotes one session of the key's owner.
+//! Runs `berth session`: shows, closes, demotes or prefetches one session of the key's owner.
 
-use contract::api::Session;
+use contract::api::{Prefetch, Session};
 use http::Method;
 use serde::Deserialize as _;
 use serde_json::json;
@@ -25,6 +25,7 @@ pub async fn run(target: &TargetArgs, command: &SessionCommand) -> Result<Outcom
             let path = format!("/v1/sessions/{}/demote", encode(&args.id));
             change(&router, args, Method::POST, &path, "demoted").await
         }
+        SessionCommand::Prefetch(args) => prefetch(&router, args).await,
     }
 }
 
@@ -59,6 +60,25 @@ async fn show(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Erro
     }
     let text: String = lines.iter().map(|(name, value)| format!("{name:<16}{value}\n")).collect();
     print(&text)?;
+    Ok(Outcome::Well)
+}
+
+async fn prefetch(router: &RouterClient, args: &SessionArgs) -> Result<Outcome, Error> {
+    let path = format!("/v1/sessions/{}/prefetch", encode(&args.id));
+    let answer = router.send(Method::POST, &path).await?;
+    let value = router.accept(&path, answer).await?;
+    if args.json {
+        print(&format!("{value}\n"))?;
+        return Ok(Outcome::Well);
+    }
+    let prefetch = Prefetch::deserialize(&value);
+    let tokens = prefetch.map_err(|error| router.answer_error(&path, error.to_string()))?.tokens;
+    let id = clean(&args.id);
+    if tokens == 0 {
+        print(&format!("session {id}: nothing to load\n"))?;
+    } else {
+        print(&format!("session {id}: {} tokens begin to be loaded\n", count(tokens)))?;
+    }
     Ok(Outcome::Well)
 }
 

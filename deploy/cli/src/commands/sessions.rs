@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use contract::{api::Session, load, v1};
-use serde::Deserialize as _;
+use contract::{
+    api::{Session, SessionReport},
+    load, v1,
+};
+use serde::{Deserialize as _, Serialize};
 use serde_json::{Value, json};
 use service::proof::router::AgentClient;
 
@@ -53,9 +56,7 @@ pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Er
         return listing::show(&args.list, async || {
             let client = agent::connect(target, CALL_MAX).await?;
             let sessions = read_from_agent(target, client, args.limit).await?;
-            let rows = sessions.iter().map(|session| row(session, "principal")).collect();
-            let rows: Result<_, serde_json::Error> = rows;
-            let rows = rows.map_err(|error| agent_answer_error(target, error.to_string()))?;
+            let rows = sessions.iter().map(AgentSession::row).collect();
             let json = json!({ "sessions": sessions });
             Ok(Listing { json, columns: AGENT_COLUMNS, rows, notes: vec![] })
         })
@@ -66,7 +67,7 @@ pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Er
         let path = "/v1/sessions";
         let mut list = PagedList::new(&router, path, "sessions");
         let sessions = list.read_first(args.limit).await?;
-        let rows: Result<_, _> = sessions.iter().map(|session| row(session, "worker")).collect();
+        let rows: Result<_, _> = sessions.iter().map(routed_row).collect();
         let rows = rows.map_err(|error| router.answer_error(path, error.to_string()))?;
         let json = json!({ "sessions": sessions });
         Ok(Listing { json, columns: COLUMNS, rows, notes: vec![] })
@@ -74,28 +75,60 @@ pub async fn run(target: &TargetArgs, args: &SessionsArgs) -> Result<Outcome, Er
     .await
 }
 
-/// `place` is the member that says where the session belongs.
-fn row(value: &Value, place: &str) -> serde_json::Result<Vec<Cell>> {
-    let session = Session::deserialize(value)?;
-    let report = session.report.unwrap_or_default();
-    Ok(vec![
-        clean(&session.session_id).into(),
-        clean(value[place].as_str().unwrap_or_default()).into(),
+/// A session as its agent lists it.
+#[derive(Debug, Serialize)]
+struct AgentSession {
+    session_id: String,
+    principal: String,
+    digest: String,
+    dp_rank: u32,
+    state: &'static str,
+    #[serde(flatten)]
+    report: SessionReport,
+}
+
+impl AgentSession {
+    fn new(session: &load::Session) -> Self {
+        Self {
+            session_id: session.key.id().to_owned(),
+            principal: session.key.principal().to_owned(),
+            digest: session.key.digest().to_string(),
+            dp_rank: session.dp_rank,
+            state: session.state.as_str(),
+            report: session.into(),
+        }
+    }
+
+    fn row(&self) -> Vec<Cell> {
+        row(&self.session_id, &self.principal, self.state, &self.report)
+    }
+}
+
+fn routed_row(value: &Value) -> serde_json::Result<Vec<Cell>> {
+    let Session { session_id, worker, state, report } = Session::deserialize(value)?;
+    Ok(row(&session_id, &worker, &state, &report.unwrap_or_default()))
+}
+
+/// `place`: the worker, or the owner in an agent's list.
+fn row(session_id: &str, place: &str, state: &str, report: &SessionReport) -> Vec<Cell> {
+    vec![
+        clean(session_id).into(),
+        clean(place).into(),
         clean(&report.retention).into(),
-        Cell::toned(clean(&session.state), state_tone(&session.state)),
+        Cell::toned(clean(state), state_tone(state)),
         report.turns.to_string().into(),
         report.turns_running.to_string().into(),
         known(report.resident_tokens, count).into(),
         millis(report.idle_ms()).into(),
-    ])
+    ]
 }
 
-/// Returns sessions of all owners, in the form of the router's answers.
+/// Returns sessions of all owners.
 async fn read_from_agent(
     target: &TargetArgs,
     mut client: AgentClient,
     limit: usize,
-) -> Result<Vec<Value>, Error> {
+) -> Result<Vec<AgentSession>, Error> {
     let mut sessions = vec![];
     let mut page_token = String::new();
     loop {
@@ -105,7 +138,7 @@ async fn read_from_agent(
         for session in page.sessions {
             let session = load::Session::try_from(session);
             let session = session.map_err(|error| agent_answer_error(target, error.to_string()))?;
-            sessions.push(to_json(&session));
+            sessions.push(AgentSession::new(&session));
         }
         if page.next_page_token.is_empty() || sessions.len() >= limit {
             break;
@@ -114,22 +147,6 @@ async fn read_from_agent(
     }
     sessions.truncate(limit);
     Ok(sessions)
-}
-
-fn to_json(session: &load::Session) -> Value {
-    json!({
-        "session_id": session.key.id(),
-        "principal": session.key.principal(),
-        "digest": session.key.digest().to_string(),
-        "dp_rank": session.dp_rank,
-        "retention": session.retention.as_str(),
-        "state": session.state,
-        "turns": session.turns,
-        "turns_running": session.turns_running,
-        "whole_history": session.full_history,
-        "resident_tokens": session.resident_tokens.map(|figure| figure.value),
-        "idle_ms_at_report": service::clock::whole_millis(session.idle),
-    })
 }
 
 fn agent_answer_error(target: &TargetArgs, why: String) -> Error {
@@ -142,7 +159,7 @@ mod tests {
 
     #[test]
     fn an_idle_session_is_as_old_as_its_router_says() {
-        let idle = |value: Value| format!("{:?}", row(&value, "worker").unwrap().pop());
+        let idle = |value: Value| format!("{:?}", routed_row(&value).unwrap().pop());
         let session = json!({ "session_id": "s", "idle_ms_at_report": 0, "idle_ms": 61_000 });
         assert_eq!(idle(session), format!("{:?}", Some(Cell::from(millis(61_000)))));
         let of_an_agent = json!({ "session_id": "s", "idle_ms_at_report": 7 });

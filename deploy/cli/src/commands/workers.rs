@@ -31,6 +31,7 @@ const COLUMNS: &[Column] = &[
     Column::number("IN USE"),
     Column::number("PINNED"),
     Column::number("CACHED"),
+    Column::number("HOST"),
     Column::number("SESS"),
     Column::number("HEARD"),
 ];
@@ -53,6 +54,8 @@ fn row(worker: &Worker) -> Vec<Cell> {
     let share =
         |tokens: u64| parts.map_or_else(|| "-".to_owned(), |it| percent(tokens, it.total()));
     let pool = parts.unwrap_or_default();
+    let host = load.host.unwrap_or_default();
+    let host = value(host.used_tokens).zip(value(host.total_tokens));
     vec![
         clean(&worker.worker).into(),
         Cell::toned(clean(&worker.state), state_tone(&worker.state)),
@@ -63,6 +66,7 @@ fn row(worker: &Worker) -> Vec<Cell> {
         share(pool.locked + pool.running).into(),
         share(pool.pinned).into(),
         share(pool.evictable).into(),
+        known(host, |(used, total)| format!("{}/{}", count(used), count(total))).into(),
         load.sessions.to_string().into(),
         known(worker.heartbeat_age_ms, millis).into(),
     ]

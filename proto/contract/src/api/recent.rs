@@ -1,7 +1,6 @@
 //! The last placements and turns.
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use utoipa::ToSchema;
 
 /// The `next` of the last answer. Without it: the last entries
@@ -54,9 +53,7 @@ pub struct Placement {
     pub uncached_tokens: Option<u64>,
     pub prefill: Option<PrefillPlacement>,
     pub age_ms: u64,
-    /// The figures of each worker that was compared, with its name in `worker`.
-    #[schema(value_type = Vec<Object>)]
-    pub compared: Vec<Value>,
+    pub compared: Vec<WorkerFigures>,
 }
 
 /// The worker that computes the prompt, if it is another one.
@@ -65,8 +62,63 @@ pub struct Placement {
 pub struct PrefillPlacement {
     pub worker: String,
     pub uncached_tokens: Option<u64>,
-    #[schema(value_type = Object)]
-    pub figures: Value,
+    pub figures: WorkerFigures,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct WorkerFigures {
+    #[schema(required)]
+    pub worker: String,
+    #[serde(flatten)]
+    pub figures: Figures,
+}
+
+/// What placement expects of a turn on one worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Figures {
+    /// The sum of the costs below; for a decode worker, also that of its best prefill worker.
+    pub cost_ms: u64,
+    pub wait_ms: u64,
+    /// Time to compute the part of the prompt that isn't resident; on a decode worker, time to
+    /// transfer its KV. `None` if the prompt is unknown.
+    pub prefill_ms: Option<u64>,
+    /// Time to load the part of the prompt that only the host has, while the rest is computed.
+    /// `None` if the prompt is unknown, or if no host tier is known.
+    pub load_ms: Option<u64>,
+    /// `None` if the prompt, or the pool's size or use, is unknown.
+    pub displacement_ms: Option<u64>,
+    pub crowding_ms: u64,
+    /// `None` if the prompt is unknown.
+    pub blocking_ms: Option<u64>,
+    pub interference_ms: u64,
+    pub impatience_ms: u64,
+    /// On the device or the host. `None` if the prompt is unknown.
+    pub resident_tokens: Option<u64>,
+    /// The part of `resident_tokens` that only the host has. `None` as `load_ms`.
+    pub host_tokens: Option<u64>,
+    /// Prompt tokens of other turns that are computed before this turn's, those included that this
+    /// router sent since the last load report.
+    pub backlog_tokens: u64,
+    /// As measured on this worker or on workers like it. `None`: the costs use an assumed rate.
+    pub prefill_tokens_per_s: Option<u64>,
+    /// Includes those that this router began since the last load report.
+    pub turns: u32,
+    /// 0 if not reported.
+    pub turns_max: u32,
+    pub waiting: Option<u64>,
+    /// KV that other sessions are expected to use again, or KV that can't be evicted if that is
+    /// more.
+    pub wanted_tokens: u64,
+    pub pool_tokens: Option<u64>,
+    /// `None` unless workers of about the same cost were told apart by their room.
+    pub free_tokens: Option<u64>,
+    /// Of the conversation without a name whose KV the worker evicts first. `None` as
+    /// `free_tokens`, and if there is none.
+    pub oldest_idle_ms: Option<u64>,
+    /// Includes those that this router opened since the last load report.
+    pub sessions: u32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -6,7 +6,7 @@ use utoipa::{
     openapi::{Object, ObjectBuilder, Type},
 };
 
-use crate::load::{Retention, SessionState, Source, VolatilePrefix};
+use crate::load::{self, Retention, SessionState, Source, VolatilePrefix};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sessions {
@@ -32,6 +32,13 @@ pub struct Session {
     #[serde(flatten)]
     #[schema(value_type = SessionReport)]
     pub report: Option<SessionReport>,
+}
+
+/// KV that is on its way from the host's memory to the device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Prefetch {
+    /// Those that begin to be loaded
+    pub tokens: u64,
 }
 
 /// Absent while no agent has reported the session.
@@ -100,6 +107,24 @@ pub struct FleetSession {
     pub began_unix_ms: u64,
     /// The time since the session was demoted, if it is.
     pub demoted_age_ms: Option<u64>,
+}
+
+impl From<&load::Session> for SessionReport {
+    /// Without the time since the last turn now, which the agent doesn't know.
+    fn from(session: &load::Session) -> Self {
+        Self {
+            retention: session.retention.as_str().to_owned(),
+            turns: session.turns,
+            turns_running: session.turns_running,
+            exclusive: session.exclusive,
+            whole_history: session.full_history,
+            resident_tokens: session.resident_tokens.map(|figure| figure.value),
+            resident_tokens_source: session.resident_tokens.map(|figure| figure.source),
+            idle_ms: None,
+            idle_ms_at_report: u64::try_from(session.idle.as_millis()).unwrap_or(u64::MAX),
+            volatile_prefix: session.volatile_prefix,
+        }
+    }
 }
 
 impl SessionReport {

@@ -47,6 +47,7 @@ pub struct Worker {
     pub turns_in_flight_here: u32,
     pub turns_estimate: Option<u32>,
     #[serde(serialize_with = "shown::load")]
+    #[schema(value_type = Option<shown::ShownLoad<'static>>)]
     pub load: Option<RankLoad>,
     pub kv: Kv,
     pub engine: EngineFacts,

@@ -21,6 +21,8 @@ pub enum Source {
     Shim,
     /// The GPU's driver.
     Nvml,
+    /// The agent's settings, until something is measured.
+    Setting,
     /// In JSON of a newer router. No agent reports it.
     #[default]
     #[serde(other)]
@@ -38,7 +40,7 @@ pub struct Figure {
 }
 
 /// Has the source and age of the figure from which it is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, ToSchema)]
 pub struct Ratio {
     /// 0 to 1.
     pub value: f64,

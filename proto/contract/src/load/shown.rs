@@ -2,6 +2,7 @@
 
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
+use utoipa::ToSchema;
 
 use super::{Device, Figure, RankLoad, Ratio};
 
@@ -25,6 +26,18 @@ impl RankLoad {
             &mut self.prefill_backlog_tokens,
         ] {
             age(figure, by_ms);
+        }
+        if let Some(host) = &mut self.host {
+            for figure in [
+                &mut host.total_tokens,
+                &mut host.used_tokens,
+                &mut host.evictable_tokens,
+                &mut host.loading_tokens,
+                &mut host.writing_tokens,
+                &mut host.load_tokens_per_s,
+            ] {
+                age(figure, by_ms);
+            }
         }
         for device in &mut self.devices {
             for figure in [
@@ -51,10 +64,24 @@ fn age(figure: &mut Option<Figure>, by_ms: u32) {
     }
 }
 
-#[derive(Serialize)]
-struct ShownLoad<'a> {
+/// A rank's load and the part of its pool that is not free.
+#[derive(Serialize, ToSchema)]
+#[schema(as = WorkerLoad)]
+pub(crate) struct ShownLoad<'a> {
     #[serde(flatten)]
+    #[schema(value_type = RankLoad)]
     load: &'a RankLoad,
+    #[schema(required)]
+    kv_physical_usage: Option<Ratio>,
+}
+
+/// A device and the part of the rank's pool on it that is not free.
+#[derive(Serialize, ToSchema)]
+#[schema(as = WorkerDevice)]
+pub(super) struct ShownDevice<'a> {
+    #[serde(flatten)]
+    #[schema(value_type = Device)]
+    device: &'a Device,
     kv_physical_usage: Option<Ratio>,
 }
 
@@ -70,8 +97,8 @@ pub(crate) fn load<S: Serializer>(
 /// Unknown values are absent.
 pub(super) fn devices<S: Serializer>(devices: &[Device], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(devices.iter().map(|device| {
-        let mut shown = json!(device);
-        shown["kv_physical_usage"] = json!(device.kv_physical_usage());
+        let kv_physical_usage = device.kv_physical_usage();
+        let mut shown = json!(ShownDevice { device, kv_physical_usage });
         if let Value::Object(members) = &mut shown {
             members.retain(|_, value| !value.is_null());
         }

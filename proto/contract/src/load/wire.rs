@@ -12,9 +12,9 @@ use http::uri::Authority;
 
 use self::figure::read_figure;
 use super::{
-    Description, Device, EngineFacts, Error, Figure, KvTransfer, LoadReport, ModelFiles, PageAudit,
-    PromptPlace, PromptRole, Rank, RankLoad, Retention, RetentionOff, Session, SessionState,
-    Source, StagedPrefill, VolatilePrefix, Weights,
+    Description, Device, EngineFacts, Error, Figure, HostTier, KvTransfer, LoadReport, ModelFiles,
+    PageAudit, PromptPlace, PromptRole, Rank, RankLoad, Retention, RetentionOff, Session,
+    SessionState, Source, StagedPrefill, VolatilePrefix, Weights,
     bounds::{
         DEVICES_MAX, NAMES_MAX, check_figure, check_length, check_rank_order, check_turns,
         impossible,
@@ -66,7 +66,19 @@ wire_enum!(
     Tools,
     Other
 );
-wire_enum!(Source, "source", Usage, Loads, ServerInfo, Ledger, Estimate, Shim, Nvml; Unknown);
+wire_enum!(
+    Source,
+    "source",
+    Usage,
+    Loads,
+    ServerInfo,
+    Ledger,
+    Estimate,
+    Shim,
+    Nvml,
+    Setting;
+    Unknown
+);
 
 fn read_devices(wire: Vec<v1::Device>) -> Result<Vec<Device>, Error> {
     check_length("the number of devices", wire.len(), DEVICES_MAX)?;
@@ -331,6 +343,40 @@ impl From<VolatilePrefix> for v1::VolatilePrefix {
     }
 }
 
+impl TryFrom<v1::HostTier> for HostTier {
+    type Error = Error;
+
+    fn try_from(wire: v1::HostTier) -> Result<Self, Error> {
+        let host = Self {
+            total_tokens: read_figure(wire.total_tokens)?,
+            used_tokens: read_figure(wire.used_tokens)?,
+            evictable_tokens: read_figure(wire.evictable_tokens)?,
+            loading_tokens: read_figure(wire.loading_tokens)?,
+            writing_tokens: read_figure(wire.writing_tokens)?,
+            load_tokens_per_s: read_figure(wire.load_tokens_per_s)?,
+        };
+        if host.load_tokens_per_s.is_some_and(|rate| rate.value == 0) {
+            return Err(impossible("the host's load_tokens_per_s", 0_u32));
+        }
+        check_at_most("the host's used_tokens", host.used_tokens, host.total_tokens)?;
+        check_at_most("the host's evictable_tokens", host.evictable_tokens, host.used_tokens)?;
+        Ok(host)
+    }
+}
+
+impl From<HostTier> for v1::HostTier {
+    fn from(host: HostTier) -> Self {
+        Self {
+            total_tokens: host.total_tokens.map(Into::into),
+            used_tokens: host.used_tokens.map(Into::into),
+            evictable_tokens: host.evictable_tokens.map(Into::into),
+            loading_tokens: host.loading_tokens.map(Into::into),
+            writing_tokens: host.writing_tokens.map(Into::into),
+            load_tokens_per_s: host.load_tokens_per_s.map(Into::into),
+        }
+    }
+}
+
 impl TryFrom<v1::RankLoad> for RankLoad {
     type Error = Error;
 
@@ -363,6 +409,7 @@ impl TryFrom<v1::RankLoad> for RankLoad {
                     stage_tokens,
                 },
             ),
+            host: wire.host.map(HostTier::try_from).transpose()?,
         };
         for (field, count) in [
             ("turns_running", load.turns_running),
@@ -431,6 +478,7 @@ impl From<RankLoad> for v1::RankLoad {
                     stage_tokens,
                 },
             ),
+            host: load.host.map(Into::into),
         }
     }
 }
@@ -504,6 +552,14 @@ mod tests {
                 tokens: 9,
                 prompts: 2,
                 stage_tokens: 4,
+            }),
+            host: (dp_rank == 1).then(|| HostTier {
+                total_tokens: Some(tokens(4096)),
+                used_tokens: Some(tokens(1000)),
+                evictable_tokens: Some(tokens(900)),
+                loading_tokens: Some(tokens(16)),
+                writing_tokens: None,
+                load_tokens_per_s: Some(tokens(250_000)),
             }),
         };
         LoadReport {

@@ -1,5 +1,7 @@
 //! Tests of proofs: what counts, and that nothing else does.
 
+use contract::{control, envelope::ENVELOPE};
+
 use super::{
     agent::AgentProofs,
     announcement,
@@ -32,7 +34,7 @@ struct Signed(Method, Uri, HeaderMap);
 fn sign(signer: &Signer) -> Signed {
     let (method, uri) = (Method::POST, Uri::from_static("http://a:1/generate?x=1"));
     let mut headers = HeaderMap::new();
-    headers.insert(claim::CLAIM, HeaderValue::from_static("{\"id\": \"s\"}"));
+    headers.insert(ENVELOPE, HeaderValue::from_static("{\"principal\": \"p\"}"));
     headers.insert("user-agent", HeaderValue::from_static("anything"));
     signer.sign(&method, &uri, &mut headers);
     Signed(method, uri, headers)
@@ -59,15 +61,18 @@ fn a_signed_request_counts_once_and_only_at_its_agent() {
 fn nothing_that_is_signed_can_be_changed() {
     let agent = agent("a", "x");
     let signed = sign(&signer(&agent, "x"));
-    let changes: [fn(&mut Signed); 6] = [
+    let changes: [fn(&mut Signed); 7] = [
         |Signed(method, ..)| *method = Method::GET,
         |Signed(_, uri, _)| *uri = Uri::from_static("/generate?x=2"),
-        |Signed(.., headers)| drop(headers.remove(claim::CLAIM)),
+        |Signed(.., headers)| drop(headers.remove(ENVELOPE)),
         |Signed(.., headers)| {
-            headers.append(claim::CLAIM, HeaderValue::from_static("{}"));
+            headers.append(ENVELOPE, HeaderValue::from_static("{}"));
         },
         |Signed(.., headers)| {
-            drop(headers.insert(claim::PRINCIPAL, HeaderValue::from_static("other")));
+            drop(headers.insert(ENVELOPE, HeaderValue::from_static("{\"principal\": \"q\"}")));
+        },
+        |Signed(.., headers)| {
+            drop(headers.insert(control::ADMIN, HeaderValue::from_static("1")));
         },
         |Signed(.., headers)| {
             let mut proof = RequestProof::from_header(&headers[proof::REQUEST]).unwrap();

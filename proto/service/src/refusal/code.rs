@@ -151,6 +151,14 @@ codes! {
         QueueTime "queue_time" TOO_MANY_REQUESTS Agent AfterSeconds(1),
             "the turn waited for `limits.queue_wait_ms_max`",
             "retry";
+        PrefetchShare "prefetch_share" TOO_MANY_REQUESTS Agent AfterSeconds(1),
+            "as many sessions of yours as may be were loaded ahead of their turns, and have not \
+             returned",
+            "send their turns; the next turn loads its KV itself";
+        PrefetchNoRoom "prefetch_no_room" TOO_MANY_REQUESTS Agent AfterSeconds(1),
+            "prompts wait at the engine, an operator holds it back, or it has no room for the \
+             session's KV on the device",
+            "retry, or send the turn, which loads its KV itself";
         Sessions "sessions" TOO_MANY_REQUESTS Agent AfterSeconds(1),
             "the agent has `limits.sessions_max` sessions and none can be closed for you",
             "close sessions";
@@ -218,7 +226,8 @@ codes! {
              for",
             "retry, or ask for weights that `GET /v1/workers` lists";
         EngineBusy "engine_busy" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
-            "turns run in the engine, so its memory can't be [released](rl.md) now",
+            "turns run in the engine, so its memory can't be [released](rl.md) now; or it loads KV \
+             ahead of one, so it can't be paused or changed for three seconds",
             "pause it first, or wait until its turns have ended";
         EngineLost "engine_lost" SERVICE_UNAVAILABLE Agent AfterSeconds(2),
             "the engine went away while the turn waited; the turn did not run",
@@ -359,6 +368,11 @@ codes! {
         ResponseUnknown "response_unknown" NOT_FOUND Router AfterChange,
             "no worker has a [response](turns.md#stored-responses) of yours under this id",
             "use the id of an answer to your own key";
+        PrefetchUnavailable "prefetch_unavailable" NOT_IMPLEMENTED Both AfterChange,
+            "the session's engine has no [host memory for KV](sizing.md#host-memory), or can't \
+             load from it ahead of a turn, or the agent is of an earlier version; the message says \
+             which",
+            "send the turn";
         EngineLacks "engine_lacks" NOT_IMPLEMENTED Router AfterChange,
             "SGLang has no such function; the message names it",
             "do without it";

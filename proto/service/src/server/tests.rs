@@ -277,7 +277,7 @@ async fn an_idle_connection_has_time_for_a_request_before_another_one_closes_it(
     }
     assert!(begin.elapsed().is_zero(), "there were places");
     port.let_idle_connections_ask(addr).await;
-    assert!(begin.elapsed() >= Duration::from_millis(2), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() >= Duration::from_millis(5), "{:?}", begin.elapsed());
 }
 
 #[tokio::test]

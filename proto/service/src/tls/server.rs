@@ -99,7 +99,7 @@ impl ServerFiles {
         let identity = pem::identity(&self.cert, &self.key, [&contents[0], &contents[1]])?;
         let mut config = builder.with_cert_resolver(Arc::new(identity));
         if self.clients.is_some() {
-            // A resumed connection would show no certificate, so an expired one could go on.
+            // Resuming skips the check of the certificate, so an expired one would pass.
             config.session_storage = Arc::new(NoServerSessionStorage {});
             config.send_tls13_tickets = 0;
         }

@@ -19,27 +19,18 @@ use crate::{
     fleet::{
         agent::Link,
         membership::{Phase, Source},
+        worker::AgentKey,
     },
 };
 
 impl State {
-    pub(super) fn rejection(
-        &self,
-        agent_index: usize,
-        description: &Description,
-    ) -> Option<String> {
-        self.identity_problem(agent_index, description)
-            .or_else(|| self.duplicate(agent_index, description))
+    pub(super) fn rejection(&self, slot: usize, description: &Description) -> Option<String> {
+        self.identity_problem(slot, description).or_else(|| self.duplicate(slot, description))
     }
 
     /// Returns the reason for the log at the first rejection.
-    pub(super) fn reject(
-        &mut self,
-        agent_index: usize,
-        why: String,
-        now: Instant,
-    ) -> Option<String> {
-        let agent = self.agent_mut(agent_index);
+    pub(super) fn reject(&mut self, slot: usize, why: String, now: Instant) -> Option<String> {
+        let agent = self.agent_mut(slot);
         // The rejected agent reconnects again and again while the reason is there.
         let (since, is_first) = match &agent.link {
             Link::Lost { since, why: old_why, .. } => (*since, *old_why != why),
@@ -50,19 +41,19 @@ impl State {
         is_first.then_some(why)
     }
 
-    /// Rejects agents that are up but no longer as announced. Returns their slots, and why.
-    pub(super) fn reject_impostors(&mut self, now: Instant) -> Vec<(usize, String)> {
+    /// Rejects agents that are up but no longer as announced. Returns them, and why.
+    pub(super) fn reject_impostors(&mut self, now: Instant) -> Vec<(AgentKey, String)> {
         let mut rejected = vec![];
-        for agent_index in 0..self.view.agents.len() {
-            let agent = &self.view.agents[agent_index];
+        for slot in 0..self.view.agents.len() {
+            let agent = &self.view.agents[slot];
             let facts = agent.facts.as_ref().filter(|_| agent.is_up());
-            let Some(why) =
-                facts.and_then(|facts| self.identity_problem(agent_index, &facts.description))
+            let Some(why) = facts.and_then(|facts| self.identity_problem(slot, &facts.description))
             else {
                 continue;
             };
-            rejected.extend(self.reject(agent_index, why, now).map(|why| (agent_index, why)));
-            self.update_rows(agent_index);
+            let key = agent.key;
+            rejected.extend(self.reject(slot, why, now).map(|why| (key, why)));
+            self.update_rows(slot);
         }
         rejected
     }
@@ -71,10 +62,10 @@ impl State {
     /// one names an address, and whoever listens there.
     pub(super) fn identity_problem(
         &self,
-        agent_index: usize,
+        slot: usize,
         description: &Description,
     ) -> Option<String> {
-        let announced_ids = self.membership.announced_ids(agent_index)?;
+        let announced_ids = self.membership.announced_ids(slot)?;
         let agent_id = &description.agent_id;
         if !announced_ids.contains(agent_id) {
             let announced_ids: Vec<&str> = announced_ids.iter().map(String::as_str).collect();
@@ -84,7 +75,7 @@ impl State {
             ));
         }
         let data_address = description.data_address.as_deref()?;
-        let control = control_authority(self.membership.control_url(agent_index)).ok()?;
+        let control = control_authority(self.membership.control_url(slot)).ok()?;
         let is_same_host = data_address
             .parse::<Authority>()
             .is_ok_and(|data| data.host().eq_ignore_ascii_case(control.host()));
@@ -93,13 +84,13 @@ impl State {
         })
     }
 
-    fn duplicate(&self, agent_index: usize, description: &Description) -> Option<String> {
+    fn duplicate(&self, slot: usize, description: &Description) -> Option<String> {
         let agent_id = &description.agent_id;
-        let other = self.others_with_id(agent_index, agent_id).find(|&index| {
+        let other = self.others_with_id(slot, agent_id).find(|&index| {
             let is_member = self.view.agents[index].phase == Phase::Member;
-            if self.is_only_announced(agent_index) && self.is_listed(index) && is_member {
+            if self.is_only_announced(slot) && self.is_listed(index) && is_member {
                 true
-            } else if self.is_listed(agent_index) && self.is_only_announced(index) {
+            } else if self.is_listed(slot) && self.is_only_announced(index) {
                 false
             } else {
                 self.view.agents[index].is_up()
@@ -114,20 +105,20 @@ impl State {
     /// it. Returns a warning if there are any.
     pub(super) fn take_id_back(
         &mut self,
-        agent_index: usize,
+        slot: usize,
         agent_id: &str,
         now: Instant,
     ) -> Option<String> {
-        if !self.is_listed(agent_index) {
+        if !self.is_listed(slot) {
             return None;
         }
         let is_impostor =
             |index: &usize| self.is_only_announced(*index) && self.view.agents[*index].is_up();
-        let impostors = self.others_with_id(agent_index, agent_id).filter(is_impostor);
+        let impostors = self.others_with_id(slot, agent_id).filter(is_impostor);
         let impostors = Vec::from_iter(impostors);
         let why = format!(
             "announced as {agent_id}, which is the id of the listed agent at {}",
-            self.view.agents[agent_index].control_url
+            self.view.agents[slot].control_url
         );
         let mut urls = vec![];
         for index in impostors {
@@ -142,20 +133,20 @@ impl State {
     }
 
     /// By another source than announcements.
-    fn is_listed(&self, agent_index: usize) -> bool {
-        self.membership.sources(agent_index).iter().any(|source| *source != Source::Announce)
+    fn is_listed(&self, slot: usize) -> bool {
+        self.membership.sources(slot).iter().any(|source| *source != Source::Announce)
     }
 
-    fn is_only_announced(&self, agent_index: usize) -> bool {
-        self.membership.sources(agent_index) == [Source::Announce]
+    fn is_only_announced(&self, slot: usize) -> bool {
+        self.membership.sources(slot) == [Source::Announce]
     }
 
-    fn others_with_id(&self, agent_index: usize, agent_id: &str) -> impl Iterator<Item = usize> {
+    fn others_with_id(&self, slot: usize, agent_id: &str) -> impl Iterator<Item = usize> {
         let agents = self.view.agents.iter().enumerate();
         agents.filter_map(move |(index, agent)| {
             let has_id =
                 agent.phase.is_followed() && agent.facts.as_ref()?.description.agent_id == agent_id;
-            (has_id && index != agent_index).then_some(index)
+            (has_id && index != slot).then_some(index)
         })
     }
 }
@@ -190,7 +181,11 @@ mod tests {
     }
 
     fn hear(state: &mut State, description: Description) -> Option<String> {
-        state.apply(0, Update::StreamBegan { description, sessions: vec![] }, start())
+        state.apply(
+            AgentKey::first(0),
+            Update::StreamBegan { description, sessions: vec![] },
+            start(),
+        )
     }
 
     #[test]
@@ -198,15 +193,15 @@ mod tests {
         let mut state = state(announced(&["w1", "w2"]));
         let warning = hear(&mut state, description("w3", 1, 1)).unwrap();
         assert_eq!(warning, "announced as w1 or w2, but it says that it is w3");
-        assert!(!state.agent_at(0).is_up());
+        assert!(!state.agent_with(AgentKey::first(0)).is_up());
         assert_eq!(hear(&mut state, description("w3", 1, 1)), None, "it is told once");
         assert_eq!(hear(&mut state, description("w2", 1, 1)), None);
-        assert!(state.agent_at(0).is_up());
+        assert!(state.agent_with(AgentKey::first(0)).is_up());
         // The announcement of its id ends, and another one of this address stays.
         let rejected = state.apply_news(announced(&["w1"]), start());
         assert_eq!(rejected.len(), 1, "{rejected:?}");
-        assert!(!state.agent_at(0).is_up());
-        let worker = WorkerRef { agent: 0, dp_rank: 0 };
+        assert!(!state.agent_with(AgentKey::first(0)).is_up());
+        let worker = WorkerRef { agent: AgentKey::first(0), dp_rank: 0 };
         assert_eq!(state.snapshot().state(worker, start()), WorkerState::Lost);
     }
 
@@ -223,15 +218,22 @@ mod tests {
         state.apply_news(announced(&["w1"]), start());
         let hear_at = |state: &mut State, index: usize| {
             let description = description("w1", 1, 1);
-            state.apply(index, Update::StreamBegan { description, sessions: vec![] }, start())
+            state.apply(
+                AgentKey::first(index),
+                Update::StreamBegan { description, sessions: vec![] },
+                start(),
+            )
         };
         assert_eq!(hear_at(&mut state, 1), None);
-        assert!(state.agent_at(1).is_up());
+        assert!(state.agent_with(AgentKey::first(1)).is_up());
         assert!(hear_at(&mut state, 0).unwrap().contains("gets no more turns"));
-        assert!(state.agent_at(0).is_up() && !state.agent_at(1).is_up());
-        state.apply(0, Update::AgentLost("gone".to_owned()), start());
+        assert!(
+            state.agent_with(AgentKey::first(0)).is_up()
+                && !state.agent_with(AgentKey::first(1)).is_up()
+        );
+        state.apply(AgentKey::first(0), Update::AgentLost("gone".to_owned()), start());
         hear_at(&mut state, 1);
-        assert!(!state.agent_at(1).is_up(), "the id is the listed agent's");
+        assert!(!state.agent_with(AgentKey::first(1)).is_up(), "the id is the listed agent's");
         // Of two listed ones the first keeps it.
         state.apply_news(listed(&[other_url, URL]), start());
         assert_eq!(hear_at(&mut state, 1), None);
@@ -246,9 +248,9 @@ mod tests {
             ..description("w1", 1, 1)
         };
         assert!(hear(&mut state, at("10.0.0.2:9")).is_some());
-        assert!(!state.agent_at(0).is_up());
+        assert!(!state.agent_with(AgentKey::first(0)).is_up());
         assert_eq!(hear(&mut state, at("10.0.0.1:9")), None);
-        assert!(state.agent_at(0).is_up());
+        assert!(state.agent_with(AgentKey::first(0)).is_up());
     }
 
     #[test]
@@ -259,6 +261,6 @@ mod tests {
         state.apply_news(SourceNews { source: Source::File, list: Some(list), agent_ids }, start());
         assert_eq!(hear(&mut state, description("w1", 1, 1)), None);
         assert!(state.apply_news(announced(&["other"]), start()).is_empty());
-        assert!(state.agent_at(0).is_up());
+        assert!(state.agent_with(AgentKey::first(0)).is_up());
     }
 }

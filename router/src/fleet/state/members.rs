@@ -12,6 +12,7 @@ use crate::{
     fleet::{
         agent::{Agent, Link},
         membership::{Phase, Source},
+        worker::AgentKey,
     },
 };
 
@@ -31,8 +32,8 @@ pub(super) fn awaited_sources(config: &Config) -> BTreeSet<Source> {
 }
 
 impl State {
-    /// Returns the slots of the agents that are rejected now, and why.
-    pub fn apply_news(&mut self, news: SourceNews, now: Instant) -> Vec<(usize, String)> {
+    /// Returns the agents that are rejected now, and why.
+    pub fn apply_news(&mut self, news: SourceNews, now: Instant) -> Vec<(AgentKey, String)> {
         self.silent_sources.remove(&news.source);
         if let Some(list) = news.list {
             self.membership.replace_list(news.source, list, now);
@@ -49,17 +50,17 @@ impl State {
     /// Returns their names.
     pub fn end_leaving(&mut self, now: Instant) -> Vec<String> {
         let mut ended = vec![];
-        for agent_index in 0..self.view.agents.len() {
-            let agent = &self.view.agents[agent_index];
+        for slot in 0..self.view.agents.len() {
+            let agent = &self.view.agents[slot];
             let Phase::Leaving { since } = agent.phase else { continue };
             let leaving_for = now.saturating_duration_since(since);
             let has_sessions = agent.is_up()
-                && (leaving_for < LEAVING_TIME_MIN || self.view.sessions.has_pinned(agent_index));
+                && (leaving_for < LEAVING_TIME_MIN || self.view.sessions.has_pinned(agent.key));
             let is_idle = agent.turns_in_flight() == 0 && !has_sessions;
             if is_idle || leaving_for >= self.leaving_max {
                 ended.push(agent.name().to_owned());
-                self.membership.end(agent_index);
-                let agent = self.agent_mut(agent_index);
+                self.membership.end(slot);
+                let agent = self.agent_mut(slot);
                 let why = "it left the fleet".to_owned();
                 agent.link = Link::Lost { since: now, why, is_rejected: false };
                 (agent.report, agent.data_port_failure) = (None, None);
@@ -71,13 +72,17 @@ impl State {
         ended
     }
 
-    pub(super) fn vacate(&mut self, agent_index: usize) {
-        self.membership.vacate(agent_index);
-        self.view.sessions.remove_all(agent_index);
-        self.forecast.clear_agent(agent_index);
-        if let Some(demands) = Arc::make_mut(&mut self.view.reuse_demands).get_mut(agent_index) {
+    /// Turns, bindings and old snapshots may go on to name the agent by its key, which from now on
+    /// means no agent.
+    pub(super) fn forget(&mut self, slot: usize, now: Instant) {
+        let key = self.membership.key(slot);
+        self.view.sessions.remove_all(key);
+        self.forecast.clear_agent(key);
+        self.conversations.lock().forget_agent(key);
+        if let Some(demands) = Arc::make_mut(&mut self.view.reuse_demands).get_mut(slot) {
             demands.clear();
         }
+        self.membership.free(slot, now);
         self.sync_members();
     }
 
@@ -86,28 +91,33 @@ impl State {
         let mut has_changed = self.view.has_silent_sources != has_silent_sources;
         self.view.has_silent_sources = has_silent_sources;
         for index in 0..self.membership.slot_count() {
-            let phase = self.membership.phase(index);
+            let (key, phase) = (self.membership.key(index), self.membership.phase(index));
             let control_url = self.membership.control_url(index);
             let sources = self.membership.sources(index);
             let known = self.view.agents.get(index);
             if known.is_some_and(|agent| {
-                (agent.phase, &*agent.control_url, &agent.sources) == (phase, control_url, &sources)
+                let shown = (agent.key, agent.phase, &*agent.control_url, &agent.sources);
+                shown == (key, phase, control_url, &sources)
             }) {
                 continue;
             }
             has_changed = true;
-            // Another agent begins with nothing.
-            match known.filter(|agent| agent.control_url == control_url) {
+            // Another agent begins with nothing. The key of a free slot is that of the next one.
+            match known.filter(|agent| agent.control_url == control_url && agent.key == key) {
                 Some(_) => {
                     let agent = self.agent_mut(index);
                     (agent.phase, agent.sources) = (phase, sources);
                 }
                 None => {
-                    let agent = Agent::new(control_url.to_owned(), phase, sources);
-                    self.view.place_agent(index, agent);
+                    let agent = Agent::new(key, control_url.to_owned(), phase, sources);
+                    self.view.place_agent(agent);
                 }
             }
             self.update_rows(index);
+        }
+        let keys = self.view.agents.iter().map(|agent| agent.key);
+        if !keys.clone().eq(self.view.agent_keys.iter().copied()) {
+            self.view.agent_keys = keys.collect();
         }
         self.view.members_version += u64::from(has_changed);
         self.compare_models();

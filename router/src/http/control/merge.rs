@@ -10,8 +10,8 @@ use http::{HeaderValue, Response, StatusCode, header};
 use serde_json::{Map, Value, json};
 
 use crate::turn::{
+    answer::WORKER_HEADER,
     control::{AgentAnswer, Answers, CallError},
-    proxy::WORKER_HEADER,
 };
 
 fn answer_instead(error: &CallError) -> AgentAnswer {

@@ -1,6 +1,7 @@
 //! The forms of the router's own requests and answers, as JSON schemas.
 
-use contract::api;
+use contract::{api, load};
+use serde::Serialize;
 use serde_json::{Value, json};
 use utoipa::{
     ToSchema,
@@ -13,7 +14,7 @@ use crate::{
         page::ENTRIES_MAX,
         sessions::{OpenBody, SessionId, SglangCloseBody, SglangOpenBody},
     },
-    turn::sessions::SESSIONS_LISTED_MAX,
+    sessions::lifecycle::SESSIONS_LISTED_MAX,
 };
 
 pub(super) fn all() -> Vec<(String, RefOr<Schema>)> {
@@ -25,12 +26,14 @@ pub(super) fn all() -> Vec<(String, RefOr<Schema>)> {
     add::<api::Announcement>(&mut schemas);
     add::<api::AnnouncementHeld>(&mut schemas);
     add::<api::Sessions>(&mut schemas);
+    add::<api::Prefetch>(&mut schemas);
     add::<SessionOrder>(&mut schemas);
     add::<api::FleetSessions>(&mut schemas);
     add::<api::Workers>(&mut schemas);
     add::<api::RecentPlacements>(&mut schemas);
     add::<api::Placements>(&mut schemas);
     add::<api::Turns>(&mut schemas);
+    require_what_is_always_sent(&mut schemas);
     schemas.extend(others().map(|(name, schema)| (name.to_owned(), parse(schema))));
     schemas
 }
@@ -58,6 +61,46 @@ fn remove_assumptions(schema: &mut Value) {
         Value::Array(parts) => parts.iter_mut().for_each(remove_assumptions),
         _ => {}
     }
+}
+
+/// Our own readers take absent members for unknown, so the derived schemas require none. Other
+/// programs need not: what an empty answer has is in each one.
+fn require_what_is_always_sent(schemas: &mut [(String, RefOr<Schema>)]) {
+    let always_sent = [
+        members::<api::FleetSession>(),
+        members::<api::Figures>(),
+        members::<api::Kv>(),
+        members::<api::Placement>(),
+        members::<api::PrefillPlacement>(),
+        members::<api::RecentPlacement>(),
+        members::<api::Turn>(),
+        members::<api::UnheardAgent>(),
+        members::<api::Worker>(),
+        members::<load::EngineFacts>(),
+        members::<load::Figure>(),
+        members::<load::FunctionOff>(),
+        members::<load::KvTransfer>(),
+        members::<load::NamedFinding>(),
+        members::<load::PageAudit>(),
+        members::<load::PageClasses>(),
+        members::<load::PageFinding>(),
+        members::<load::Rank>(),
+        members::<load::RankLoad>(),
+        members::<load::StagedPrefill>(),
+    ];
+    for (name, schema) in schemas {
+        let sent = always_sent.iter().find(|(answer, _)| answer == name);
+        if let (Some((_, members)), RefOr::T(Schema::Object(schema))) = (sent, schema) {
+            schema.required.clone_from(members);
+        }
+    }
+}
+
+/// Returns the name of the schema of `T`, and the members that each one has.
+fn members<T: ToSchema + Serialize + Default>() -> (String, Vec<String>) {
+    let empty = serde_json::to_value(T::default()).expect("plain members always serialise");
+    let names = empty.as_object().into_iter().flatten().map(|(name, _)| name.clone());
+    (T::name().into_owned(), names.collect())
 }
 
 fn parse(schema: Value) -> RefOr<Schema> {

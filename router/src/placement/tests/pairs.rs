@@ -21,7 +21,11 @@ fn fleet_of(roles: &[Role], now: Instant) -> State {
             description = disaggregated(description, role.as_str());
         }
         description.engine.page_tokens = *page_tokens;
-        state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, now);
+        state.apply(
+            AgentKey::first(agent),
+            Update::StreamBegan { description, sessions: vec![] },
+            now,
+        );
         report_load(&mut state, agent, |_| {}, now);
     }
     state
@@ -30,7 +34,7 @@ fn fleet_of(roles: &[Role], now: Instant) -> State {
 /// Returns the agents of a placement's prefill and decode workers.
 fn pair(state: &State, ask: &PlacementRequest<'_>, now: Instant) -> (Option<usize>, usize) {
     let placement = place(ask, &state.snapshot(), now).unwrap();
-    (placement.prefill.map(|prefill| prefill.worker.agent), placement.worker.agent)
+    (placement.prefill.map(|prefill| prefill.worker.agent.slot()), placement.worker.agent.slot())
 }
 
 #[test]
@@ -63,7 +67,11 @@ fn a_session_stays_on_its_decode_worker_and_moves_when_no_prefill_worker_fits_it
     let other = disaggregated(description("a1", 3, 1), "decode");
     let mut other = other;
     other.engine.page_tokens = 16;
-    state.apply(1, Update::StreamBegan { description: other, sessions: vec![] }, now);
+    state.apply(
+        AgentKey::first(1),
+        Update::StreamBegan { description: other, sessions: vec![] },
+        now,
+    );
     report_load(&mut state, 1, |_| {}, now);
     let ask = PlacementRequest { sticky: stays(1), ..request(1) };
     assert_eq!(pair(&state, &ask, now), (Some(0), 2));
@@ -147,15 +155,15 @@ proptest! {
             prop_assert!(has_none, "{:?}, although {:?}", placed, pairs);
             return Ok(());
         };
-        prop_assert_ne!(excluded, Some(placement.worker.agent));
+        prop_assert_ne!(excluded, Some(placement.worker.agent.slot()));
         let is_home_whole =
             home.is_some_and(|home| usable(EngineRole::Aggregated).contains(&home));
         let Some(prefill) = placement.prefill else {
             prop_assert!(pairs.is_empty() || is_home_whole, "a pair was left out: {:?}", pairs);
-            prop_assert!(usable(EngineRole::Aggregated).contains(&placement.worker.agent));
+            prop_assert!(usable(EngineRole::Aggregated).contains(&placement.worker.agent.slot()));
             return Ok(());
         };
-        let chosen = (prefill.worker.agent, placement.worker.agent);
+        let chosen = (prefill.worker.agent.slot(), placement.worker.agent.slot());
         prop_assert!(pairs.contains(&chosen), "{:?} is not of {:?}", chosen, pairs);
         let cost = |ask: &PlacementRequest<'_>, agent: usize| {
             cost::compute(ask, &view, view.worker_table().get(at(agent)).unwrap(), now).cost_ms

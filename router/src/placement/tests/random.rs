@@ -37,9 +37,10 @@ proptest! {
         prop_assert_eq!(&place(&ask, &view, later).unwrap(), &placement);
         let all_silent = silent[..loads.len()].iter().all(|&silent| silent);
         prop_assert_eq!(placement.reason == Reason::StaleView, all_silent);
-        prop_assert!(all_silent || !silent[placement.worker.agent], "a silent worker was chosen");
-        let cost = |one: &Figures| one.cost_ms;
-        let own = placement.figures.iter().find(|one| one.worker == placement.worker).map(cost);
+        let is_silent = silent[placement.worker.agent.slot()];
+        prop_assert!(all_silent || !is_silent, "a silent worker was chosen");
+        let cost = |(_, one): &(WorkerRef, Figures)| one.cost_ms;
+        let own = placement.figures.iter().find(|one| one.0 == placement.worker).map(cost);
         prop_assert_eq!(own, placement.figures.iter().map(cost).min());
     }
 
@@ -56,14 +57,14 @@ proptest! {
         let mut state = engines(loads.len(), now);
         for (id, (agent, tokens, idle)) in (0..).zip(&sessions) {
             let one = session(id, *tokens, Duration::from_secs(*idle));
-            state.apply(agent % loads.len(), Update::SessionChanged(one), now);
+            state.apply(AgentKey::first(agent % loads.len()), Update::SessionChanged(one), now);
         }
         let later = now + SECOND;
         let mut leases = vec![];
         for (agent, load) in loads.iter().enumerate() {
             report_load(&mut state, agent, |rank| load.report_load(rank), later);
-            let count = &state.agent_at(agent).in_flight[0];
-            leases.extend((0..load.sent).map(|_| Lease::acquire(count, 3_000)));
+            let count = &state.agent_with(AgentKey::first(agent)).in_flight[0];
+            leases.extend((0..load.sent).map(|_| LoadLease::acquire(count, 3_000)));
         }
         let overlap = resident(&resident_tokens[..loads.len()]);
         let ask = PlacementRequest {
@@ -75,30 +76,30 @@ proptest! {
         let view = state.snapshot();
         let later = later + SECOND / 10;
         let role = EngineRole::Aggregated;
-        let mut all: Vec<(_, Figures)> = candidates::find_candidates(&ask, &view, later, role)
-            .unwrap()
+        let found = candidates::find_candidates(&ask, &view, later, role).unwrap();
+        let mut all: Vec<(_, (WorkerRef, Figures))> = found
             .workers
             .into_iter()
             .map(|stats| {
-                let one = cost::compute(&ask, &view, stats, later);
-                let rank = std::cmp::Reverse(rendezvous_hash(ask.digest, &view, one.worker));
-                ((one.cost_ms, one.sessions, rank), one)
+                let (worker, one) = (stats.worker(), cost::compute(&ask, &view, stats, later));
+                let rank = std::cmp::Reverse(rendezvous_hash(ask.digest, &view, worker));
+                ((one.cost_ms, one.sessions, rank), (worker, one))
             })
             .collect();
         all.sort_by_key(|(order, _)| *order);
         let placement = place(&ask, &view, later).unwrap();
         let least = all.iter().take(compared::FIGURES_MAX);
-        let best: Vec<Figures> = least.map(|(_, one)| *one).collect();
+        let best: Vec<(WorkerRef, Figures)> = least.map(|(_, one)| *one).collect();
         let shown = placement.figures.get(..best.len());
         let unasked = ask.sticky.is_some() && !has_prompt;
         prop_assert_eq!(shown, if unasked { None } else { Some(&best[..]) });
         let gains = |home: WorkerRef| {
-            let own = all.iter().find(|(_, one)| one.worker == home).unwrap().1.cost_ms;
-            own - best[0].cost_ms > 500
+            let (_, (_, own)) = all.iter().find(|(_, (worker, _))| *worker == home).unwrap();
+            own.cost_ms - best[0].1.cost_ms > 500
         };
         let expected = match ask.sticky {
             Some(home) if unasked || !gains(home.worker) => home.worker,
-            _ => best[0].worker,
+            _ => best[0].0,
         };
         prop_assert_eq!(placement.worker, expected);
     }

@@ -2,8 +2,8 @@
 //!
 //! With prefill/decode disaggregation, only the prefill engine's answer has the log probabilities
 //! of the prompt, for which a client of `/generate` asks with `return_logprob` and
-//! `logprob_start_len`. They stand in `meta_info`, in every event of a stream, and are put before
-//! the decode engine's by byte range. No other byte changes.
+//! `logprob_start_len`. They stand in `meta_info`, in every event of a stream. They are inserted
+//! before the decode engine's own there. No other byte changes.
 
 use bytes::{Bytes, BytesMut};
 use contract::{
@@ -52,12 +52,12 @@ fn is_error(object: &[u8]) -> bool {
     if is_error_kind || text("error").is_some_and(|error| error != "null") {
         return true;
     }
-    let kind_of_finish = || {
+    let is_aborted = || {
         let meta = Object::parse(text("meta_info")?.as_bytes()).ok()?;
         let reason = Object::parse(meta.get("finish_reason")?.get().as_bytes()).ok()?;
         Some(reason.get("type")?.get() == "\"abort\"")
     };
-    kind_of_finish().unwrap_or(false)
+    is_aborted().unwrap_or(false)
 }
 
 /// JSON values by key.
@@ -85,6 +85,7 @@ impl PromptLogprobs {
         let meta_text = &text[meta_range.clone()];
         let meta = Object::parse(meta_text).ok()?;
         let mut changes = vec![];
+        let mut is_first = meta.members().is_empty();
         for (key, prompt) in &self.0 {
             match last(meta.members(), key) {
                 Some(range) => {
@@ -93,7 +94,8 @@ impl PromptLogprobs {
                 }
                 None => {
                     let end = meta_text.len() - 1;
-                    let comma = if meta.members().is_empty() { "" } else { "," };
+                    let comma = if is_first { "" } else { "," };
+                    is_first = false;
                     changes.push((end..end, format!(r#"{comma}"{key}":{prompt}"#)));
                 }
             }
@@ -250,6 +252,14 @@ mod tests {
         let stream = format!("data: {PREFILL}\n\ndata: [DONE]\n\n");
         let whole = PromptLogprobs::find(PREFILL.as_bytes());
         assert!(whole.is_some() && PromptLogprobs::find(stream.as_bytes()) == whole);
+    }
+
+    #[test]
+    fn several_values_fit_into_an_answer_that_has_none() {
+        let both = r#"{"meta_info":{"input_token_logprobs":[1],"input_top_logprobs":[2]}}"#;
+        let logprobs = PromptLogprobs::find(both.as_bytes()).unwrap();
+        let merged = logprobs.merge_into(br#"{"meta_info":{}}"#).unwrap();
+        assert_eq!(String::from_utf8(merged).unwrap(), both);
     }
 
     #[test]

@@ -1,39 +1,36 @@
 //! Places turns without a session, by the conversation that a prompt continues.
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use service::clock::now;
 
-use super::{PlacedTurn, Placer};
+use super::{Chosen, Placer, decide::TurnFacts};
 use crate::{
     fleet::{
         conversations::{Begun, ConversationId, Conversations},
         snapshot::Snapshot,
         worker::WorkerRef,
     },
-    placement::{Placement, PlacementRequest},
-    turn::decide::TurnFacts,
+    sessions::check::Error,
 };
 
 impl Placer {
     /// A turn whose prompt was read is recorded as one of a conversation, in one step with its
     /// placement. So of turns that come at once, each sees where the one before it went.
-    pub(super) fn place_unnamed<E>(
-        &self,
-        facts: &TurnFacts<'_>,
-        choose: impl FnOnce(&PlacementRequest<'_>, Instant) -> Result<Placement, E>,
-    ) -> Result<PlacedTurn, E> {
+    pub(super) fn decide_unnamed(&self, facts: &TurnFacts<'_>) -> Result<Option<Chosen>, Error> {
         let TurnFacts { turn, turn_id, view, .. } = *facts;
-        let Some(blocks) = facts.blocks else {
+        let Some(blocks) = facts.blocks() else {
             let placed_at = now();
-            let placement = choose(&facts.placement_request(placed_at), placed_at)?;
-            return Ok(self.commit(turn, turn_id, view, placement, None, true));
+            let placement = facts.pick_worker(&facts.placement_request(placed_at), placed_at)?;
+            let carry_out = |placement| self.carry_out(turn, turn_id, view, placement, None, true);
+            return Ok(placement.map(carry_out));
         };
         let mut conversations = self.conversations.lock();
         let placed_at = now();
         let facts = TurnFacts { conversations: Some(&conversations), ..*facts };
-        let placement = choose(&facts.placement_request(placed_at), placed_at)?;
+        let choice = facts.pick_worker(&facts.placement_request(placed_at), placed_at)?;
+        let Some(placement) = choice else { return Ok(None) };
         let (worker, prompt_tokens) = (placement.worker, blocks.prompt_overlap().tokens);
         let begun = Begun {
             chain: blocks.chain(),
@@ -48,8 +45,8 @@ impl Placer {
             id,
             is_answered: false,
         });
-        let placed = self.commit(turn, turn_id, view, placement, None, true);
-        Ok(PlacedTurn { conversation, ..placed })
+        let chosen = self.carry_out(turn, turn_id, view, placement, None, true);
+        Ok(Some(Chosen { conversation, ..chosen }))
     }
 }
 
@@ -64,14 +61,15 @@ pub(crate) struct ConversationHold {
 impl ConversationHold {
     pub(in crate::turn) fn record_answer(&mut self, worker: WorkerRef, view: &Snapshot) {
         self.is_answered = true;
-        let pool_tokens = view.worker_table().get(worker).and_then(|stats| stats.pool_tokens());
+        let kept_tokens_max =
+            view.worker_table().get(worker).and_then(|stats| stats.kept_tokens_max());
         let load = view.agent(worker).rank_load(worker.dp_rank);
         let pinned_tokens = load.and_then(|load| load.pinned_tokens).map_or(0, |it| it.value);
-        let room_tokens = pool_tokens.unwrap_or(u64::MAX).saturating_sub(pinned_tokens);
+        let room_tokens = kept_tokens_max.unwrap_or(u64::MAX).saturating_sub(pinned_tokens);
         self.conversations.lock().record_answer(self.id, room_tokens);
     }
 
-    pub(super) fn rebind(&self, worker: WorkerRef) {
+    pub(in crate::turn) fn rebind(&self, worker: WorkerRef) {
         self.conversations.lock().rebind(self.id, worker);
     }
 }

@@ -1,7 +1,10 @@
 //! A rank's exact account, the delayed gauges of `/metrics`, and the core's invariants.
 
 use super::{
-    super::request::{ReqKey, RequestKind},
+    super::{
+        radix::HostFacts,
+        request::{ReqKey, RequestKind},
+    },
     Core,
 };
 use kernels::reference::{self, LiveRow, OWNER_SHARED};
@@ -50,6 +53,8 @@ pub struct PoolFacts {
     pub tagged_tokens: BTreeMap<String, usize>,
     pub prefilled_tokens: u64,
     pub prefill_busy: Duration,
+    /// `None` without a host tier.
+    pub host: Option<HostFacts>,
 }
 
 impl PoolFacts {
@@ -150,6 +155,11 @@ impl Core {
             sessions: self.sessions.keys().map(|id| self.session_facts(id)).collect(),
             prefilled_tokens: self.gauges.prefilled_tokens,
             prefill_busy: self.gauges.prefill_busy,
+            host: self.tree.host_facts().map(|tier| HostFacts {
+                loaded: self.host_loads.loaded,
+                load_us: self.host_loads.load_us,
+                ..tier
+            }),
         }
     }
 

@@ -3,7 +3,7 @@
 use super::{
     super::{
         radix::Prefix,
-        request::{Finish, Output, ReqKey, RequestKind},
+        request::{Finish, Output, ReqKey, RequestKind, Space},
     },
     Core, Row,
 };
@@ -38,25 +38,44 @@ impl Core {
     /// row.
     fn cache_row(&mut self, key: ReqKey, row: usize, len: usize, tag: Option<&str>) {
         let req = &self.reqs[&key];
+        let (tokens, space, session_id) =
+            (req.fill(len), req.space.clone(), req.session_id.clone());
+        self.cache_tokens(row, &tokens, &space, tag, session_id.as_deref(), false);
+    }
+
+    /// Moves the full pages of the row's first tokens, which are these, into the tree and locks
+    /// them for the row.
+    pub(super) fn cache_tokens(
+        &mut self,
+        row: usize,
+        tokens: &[u32],
+        space: &Space,
+        tag: Option<&str>,
+        session_id: Option<&str>,
+        is_wanted_again: bool,
+    ) {
         let page_size = self.config.page_size;
-        let full = len / page_size;
-        let tokens = req.fill(full * page_size);
+        let full = tokens.len() / page_size;
         let record = self.rows[row].as_mut().expect("a row in use has a record");
         let own_from = record.protected / page_size;
         if full < own_from {
             return;
         }
         let cached = self.tree.insert(Prefix {
-            tokens: &tokens,
+            tokens: &tokens[..full * page_size],
             pages: &record.pages[..full],
-            space: &req.space,
+            space,
             tag,
-            session_id: req.session_id.as_deref(),
+            session_id,
+            priority: record.priority,
+            inserted: if is_wanted_again { 0 } else { record.inserted },
+            is_wanted_again,
         });
         self.tree.lock(cached.node);
         self.tree.unlock(record.lock);
         record.lock = cached.node;
         record.protected = full * page_size;
+        record.inserted = record.inserted.max(record.protected);
         // Where the tree already has a page for these tokens, the row uses that page and frees its
         // own.
         for (own, kept) in record.pages.iter_mut().zip(&cached.pages).skip(own_from) {
@@ -65,6 +84,7 @@ impl Core {
                 self.pool.return_pages([duplicate]);
             }
         }
+        self.copy_to_host();
     }
 
     /// Frees the row and its private pages; its pages in the tree stay there, unlocked.
@@ -107,6 +127,7 @@ impl Core {
             finish,
             prompt_tokens: shared.map_or(req.prompt.len(), |session| session.prompt_len()),
             cached_tokens: req.cached,
+            host_tokens: req.from_host,
             retractions: req.retractions,
         }
     }

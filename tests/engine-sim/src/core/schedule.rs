@@ -6,7 +6,7 @@ use super::{
         request::{EngineStep, Finish, Output, ReqKey, RequestKind},
         tokenizer::{EOS, VOCAB_SIZE},
     },
-    Core, NodeId, REFUSED_OUTPUT, ROOT, Row, model,
+    Core, Match, NodeId, REFUSED_OUTPUT, ROOT, Row, model,
 };
 use std::time::Duration;
 
@@ -25,8 +25,22 @@ pub(super) struct Extend {
     /// The session's own row, borrowed for this turn.
     borrowed: Option<usize>,
     start: usize,
+    /// The part of `start` that was loaded from the host for this request.
+    loaded: usize,
     take: usize,
     last: bool,
+}
+
+/// Where a request starts, and what of its prompt follows on the host.
+#[derive(Debug, Default)]
+struct Start {
+    /// The cached pages; empty for a request that borrows its session's row.
+    pages: Vec<u32>,
+    node: NodeId,
+    borrowed: Option<usize>,
+    tokens: usize,
+    on_host: Vec<NodeId>,
+    host_pages: usize,
 }
 
 /// The result of offering a request to a batch.
@@ -71,6 +85,7 @@ impl Core {
                 node: ROOT,
                 borrowed: req.row,
                 start,
+                loaded: 0,
                 take,
                 last,
             });
@@ -133,8 +148,9 @@ impl Core {
         if self.reqs[&key].sampling.ignore_eos { full } else { self.ratio.scale(full) }
     }
 
-    /// Returns where the request starts: at its session's row, or after the longest cached prefix.
-    fn locate(&mut self, key: ReqKey) -> (Vec<u32>, NodeId, Option<usize>, usize) {
+    /// Returns where the request starts: at its session's row, or after the longest prefix that is
+    /// on the device; and what of its prompt follows on the host.
+    fn locate(&mut self, key: ReqKey) -> Start {
         let req = self.reqs.get_mut(&key).expect("a queued request exists");
         let reach = req.fill_len() - 1;
         if let RequestKind::Streaming { session } = &req.kind
@@ -142,7 +158,8 @@ impl Core {
         {
             if req.refused.is_none() {
                 let record = self.rows[row].as_ref().expect("a slot's row has a record");
-                return (Vec::new(), ROOT, Some(row), record.committed.min(reach));
+                let tokens = record.committed.min(reach);
+                return Start { borrowed: Some(row), tokens, ..Start::default() };
             }
             // The engine detaches the refused turn through the session's abort. This clears the
             // in-flight flag, even if the flag belongs to a running turn.
@@ -154,30 +171,102 @@ impl Core {
         }
         let req = &self.reqs[&key];
         let found = self.tree.find(&req.space, &req.fill(reach));
-        let start = found.pages.len() * self.config.page_size;
-        (found.pages, found.node, None, start)
+        let Match { pages, node, on_host, host_pages } = found;
+        let tokens = pages.len() * self.config.page_size;
+        Start { pages, node, borrowed: None, tokens, on_host, host_pages }
     }
 
     fn try_admit(&mut self, key: ReqKey, budget: &mut Budget) -> Admission {
-        let (pages, node, borrowed, start) = self.locate(key);
-        let left = self.reqs[&key].fill_len() - start;
-        let (take, last) = self.chunk(left, budget.chunk);
-        if take == 0 {
+        let mut from = self.locate(key);
+        let left = self.reqs[&key].fill_len() - from.tokens;
+        if self.chunk(left - from.host_pages * self.config.page_size, budget.chunk).0 == 0 {
             return Admission::NextBatch;
         }
-        self.tree.lock(node);
+        self.tree.lock(from.node);
         // The engine asks for one page more, because an append may begin on a new page.
         let need = left + self.reserve_output(key) + self.config.page_size;
         let free = self.available_tokens() + self.evictable_tokens();
         // At least one token must stay free.
         if need + budget.promised >= free {
-            self.tree.unlock(node);
+            self.tree.unlock(from.node);
             return Admission::NoRoom;
+        }
+        let loaded = self.load(&mut from);
+        let Start { pages, node, borrowed, tokens: start, .. } = from;
+        let (take, last) = self.chunk(left - loaded, budget.chunk);
+        if take == 0 {
+            // The load was not worth it, or had no room.
+            self.tree.unlock(node);
+            return Admission::NextBatch;
         }
         let output = if last { self.reserve_output(key) } else { 0 };
         budget.chunk -= take;
         budget.promised += self.whole_pages(take) + output + self.config.page_size;
-        Admission::Admitted(Extend { key, pages, node, borrowed, start, take, last })
+        Admission::Admitted(Extend { key, pages, node, borrowed, start, loaded, take, last })
+    }
+
+    /// Loads what follows on the host, if there is room on the device. Returns the tokens. The
+    /// request starts after them then.
+    fn load(&mut self, from: &mut Start) -> usize {
+        if !self.tree.is_loaded(from.host_pages) {
+            return 0;
+        }
+        let end = *from.on_host.last().expect("it has pages");
+        self.tree.hold(end, true);
+        self.make_free(from.host_pages);
+        self.tree.hold(end, false);
+        if self.pool.free_pages().len() < from.host_pages {
+            return 0;
+        }
+        let taken = (0..from.host_pages).map(|_| self.pool.take_page().expect("counted above"));
+        let taken: Vec<u32> = taken.collect();
+        for (host_page, page) in self.tree.load(&from.on_host, &taken) {
+            self.pool.copy_page(&self.host_pool, host_page + 1, page);
+        }
+        self.tree.lock(end);
+        self.tree.unlock(from.node);
+        from.node = end;
+        let tokens = taken.len() * self.config.page_size;
+        from.pages.extend(taken);
+        from.tokens += tokens;
+        tokens
+    }
+
+    /// Loads a session's KV from the host ahead of its turn, as the shim does for the agent.
+    /// Returns the tokens, or the shim's refusal.
+    pub fn prefetch(&mut self, id: &str, tokens_max: usize) -> Result<usize, &'static str> {
+        let demoted = self
+            .sessions
+            .get(id)
+            .and_then(|session| session.demoted_to.clone().map(|space| (space, session.history())));
+        let (space, prefix) = demoted.or_else(|| self.tree.tagged_prefix(id)).ok_or("unknown")?;
+        let Match { pages, node, on_host, host_pages } = self.tree.find(&space, &prefix);
+        let tokens = host_pages * self.config.page_size;
+        let promised: usize = self.running.iter().map(|&key| self.reserve_running(key)).sum();
+        let is_busy =
+            !self.waiting.is_empty() || self.chunked.is_some() || self.free_rows.is_empty();
+        let refusals = [
+            ("resident", tokens == 0),
+            ("too_long", tokens > tokens_max),
+            ("busy", is_busy),
+            ("no_room", tokens + promised > self.available_tokens() + self.evictable_tokens()),
+        ];
+        if let Some((refusal, _)) = refusals.iter().find(|(_, applies)| *applies) {
+            return Err(refusal);
+        }
+        self.tree.lock(node);
+        let mut from = Start { pages, node, borrowed: None, tokens: 0, on_host, host_pages };
+        let loaded = self.load(&mut from);
+        self.tree.unlock(from.node);
+        self.load_time(loaded);
+        if loaded == 0 { Err("no_room") } else { Ok(loaded) }
+    }
+
+    /// Makes the tree's copies, before a page that it gave up is written.
+    pub(super) fn copy_to_host(&mut self) {
+        for (page, host_page) in self.tree.take_copies() {
+            self.host_pool.copy_page(&self.pool, page, host_page + 1);
+        }
     }
 
     /// Runs a prefill batch.
@@ -186,7 +275,9 @@ impl Core {
         // KV that another engine has computed costs no time here.
         let is_computed = |extend: &&Extend| self.reqs[&extend.key].given.is_none();
         let computed: usize = batch.iter().filter(is_computed).map(|extend| extend.take).sum();
-        let mut step = EngineStep { outputs: Vec::new(), busy: self.prefill_time(computed) };
+        let loaded = batch.iter().map(|extend| extend.loaded).sum();
+        let busy = self.prefill_time(computed).max(self.load_time(loaded));
+        let mut step = EngineStep { outputs: Vec::new(), busy };
         // All rows are allocated before anything runs, so two first turns of one session in a batch
         // both try to create its slot.
         self.reserve(tokens, batch.len());
@@ -236,8 +327,18 @@ impl Core {
         let short = pages.saturating_sub(self.pool.free_pages().len());
         if short > 0 {
             let evicted = self.tree.evict(short);
+            self.copy_to_host();
             self.pool.return_pages(evicted);
         }
+    }
+
+    /// Counts a load, which runs beside the prefill of other tokens, and returns its time.
+    fn load_time(&mut self, tokens: usize) -> Duration {
+        let seconds = tokens as f64 / self.config.host_load_tokens_per_s;
+        let time = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        self.host_loads.loaded += tokens;
+        self.host_loads.load_us += u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        time
     }
 
     fn prefill_time(&self, tokens: usize) -> Duration {
@@ -251,6 +352,7 @@ impl Core {
         let first = req.row.is_none();
         if first && req.retractions == 0 {
             req.cached = req.given.unwrap_or(extend.start);
+            req.from_host = extend.loaded;
         }
         req.seq = extend.start;
         let streaming = match &req.kind {
@@ -273,6 +375,9 @@ impl Core {
                     committed: extend.start,
                     protected: extend.start,
                     lock: extend.node,
+                    inserted: 0,
+                    priority: req.priority,
+                    space: req.space.clone(),
                 });
                 if let Some(session) = streaming {
                     self.slots.insert(session.clone(), row);

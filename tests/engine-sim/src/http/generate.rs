@@ -39,6 +39,7 @@ struct Call {
     sampling: Sampling,
     session: SessionRef,
     space: Space,
+    priority: i64,
     bootstrap: Bootstrap,
     logprobs: Option<InputLogprobs>,
 }
@@ -124,10 +125,29 @@ fn read(app: &App, body: &Map<String, Value>, stream: bool) -> Result<Call, Refu
     };
     let rank = routed_rank(app, body).map_err(Refusal::Value)?;
     let sampling = sampling(params, Some(MAX_NEW_TOKENS_DEFAULT));
-    let space = space(body);
+    let (space, priority) = (space(body), priority(app, body));
     let bootstrap = Bootstrap::read(body);
     let logprobs = InputLogprobs::read(app, body, &prompts);
-    Ok(Call { prompts, batch, stream, rids, rank, sampling, session, space, bootstrap, logprobs })
+    Ok(Call {
+        prompts,
+        batch,
+        stream,
+        rids,
+        rank,
+        sampling,
+        session,
+        space,
+        priority,
+        bootstrap,
+        logprobs,
+    })
+}
+
+/// Returns the priority of the request's KV. It has the same name on all routes. A scheduler that
+/// takes priorities gives the lowest to a request without one.
+pub(super) fn priority(app: &App, body: &Map<String, Value>) -> i64 {
+    let unsaid = if app.config.enable_priority_scheduling { i64::MIN } else { 0 };
+    body.get("priority").and_then(Value::as_i64).unwrap_or(unsaid)
 }
 
 /// Checks the body's own tokens, and the output limit that the body names, against the context,
@@ -254,6 +274,7 @@ async fn submit(app: &App, call: &Call, index: usize) -> Live {
         sampling: call.sampling.clone(),
         session: call.session.clone(),
         space: call.space.clone(),
+        priority: call.priority,
         bootstrap: Some(call.bootstrap.clone()),
         given: None,
     };
@@ -319,6 +340,7 @@ pub(super) fn text(progress: &Progress) -> String {
 fn render(app: &App, live: &Live, progress: &Progress, logprobs: Option<&InputLogprobs>) -> String {
     let reason = progress.finish.as_ref().map_or_else(|| "null".to_owned(), finish_reason);
     let cached = progress.cached_tokens;
+    let (device, host) = (cached - progress.host_tokens, progress.host_tokens);
     let prompt_tokens = app.config.prompt_tokens_said.unwrap_or(progress.prompt_tokens as u64);
     let rank = json!((app.config.dp_size > 1).then_some(progress.rank));
     let meta = [
@@ -332,7 +354,7 @@ fn render(app: &App, live: &Live, progress: &Progress, logprobs: Option<&InputLo
         ("reasoning_tokens", "0".to_owned()),
         ("completion_tokens", progress.tokens.len().to_string()),
         ("cached_tokens", cached.to_string()),
-        ("cached_tokens_details", object(&[("device", &cached), ("host", &0)])),
+        ("cached_tokens_details", object(&[("device", &device), ("host", &host)])),
         ("dp_rank", rank.to_string()),
         ("request_received_ts", json!(live.received_wall).to_string()),
     ];

@@ -7,7 +7,7 @@ use super::{
         tokenizer,
     },
     App, AppState, JsonObject, Live,
-    generate::{routed_rank, space, stops, text, token_ids, too_long},
+    generate::{priority, routed_rank, space, stops, text, token_ids, too_long},
     json_response, object as fields, object_error, sse, validation_error, whole_seconds,
 };
 use axum::{
@@ -152,6 +152,7 @@ async fn run(
         sampling,
         session,
         space: space(body),
+        priority: priority(&app, body),
         bootstrap: Some(Bootstrap::read(body)),
         given: None,
     };

@@ -5,6 +5,13 @@ use super::{
     hash::{self, BlockDigest},
 };
 
+/// The memory that an event is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Medium {
+    Device,
+    Host,
+}
+
 /// Pages that became resident, each page the successor of the page before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
@@ -15,9 +22,10 @@ pub struct Stored {
     pub space: Space,
     /// The session whose request stored the pages; for information only.
     pub session_id: Option<String>,
+    pub medium: Medium,
 }
 
-/// One event. All pages are in GPU memory.
+/// One event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvent {
     Stored(Stored),
@@ -25,6 +33,7 @@ pub enum KvEvent {
     Removed {
         hashes: Vec<i64>,
         extra_key: Option<String>,
+        medium: Medium,
     },
     Cleared,
 }
@@ -50,6 +59,7 @@ impl Recorder {
         tokens: &[u32],
         space: &Space,
         session_id: Option<&str>,
+        medium: Medium,
     ) {
         let parent = parent.map(hash::name);
         let hashes = pages.iter().map(hash::name);
@@ -58,6 +68,7 @@ impl Recorder {
             && last.hashes.last().copied() == parent
             && last.space == *space
             && last.session_id.as_deref() == session_id
+            && last.medium == medium
         {
             last.hashes.extend(hashes);
             last.tokens.extend_from_slice(tokens);
@@ -70,19 +81,21 @@ impl Recorder {
             block_size: tokens.len() / pages.len(),
             space: space.clone(),
             session_id: session_id.map(str::to_owned),
+            medium,
         }));
     }
 
     /// Records that a node's pages were evicted.
-    pub(in super::super) fn removed(&mut self, pages: &[BlockDigest], space: &Space) {
+    pub(in super::super) fn removed(&mut self, pages: &[BlockDigest], space: &Space, from: Medium) {
         let removed = pages.iter().map(hash::name);
-        if let Some(KvEvent::Removed { hashes, extra_key }) = self.queue.last_mut()
+        if let Some(KvEvent::Removed { hashes, extra_key, medium }) = self.queue.last_mut()
             && *extra_key == space.extra_key
+            && *medium == from
         {
             return hashes.extend(removed);
         }
         let extra_key = space.extra_key.clone();
-        self.queue.push(KvEvent::Removed { hashes: removed.collect(), extra_key });
+        self.queue.push(KvEvent::Removed { hashes: removed.collect(), extra_key, medium: from });
     }
 
     pub(in super::super) fn cleared(&mut self) {
@@ -102,7 +115,8 @@ mod tests {
     fn stored(recorder: &mut Recorder, chain: &[BlockDigest], from: usize, session: Option<&str>) {
         let parent = from.checked_sub(1).map(|at| &chain[at]);
         let tokens = [7, 8];
-        recorder.stored(parent, &chain[from..=from], &tokens, &Space::default(), session);
+        let (pages, space) = (&chain[from..=from], Space::default());
+        recorder.stored(parent, pages, &tokens, &space, session, Medium::Device);
     }
 
     #[test]
@@ -131,13 +145,14 @@ mod tests {
         let mut recorder = Recorder::new();
         recorder.take_events();
         let other = Space { extra_key: Some("k".to_owned()), cache_salt: None };
-        recorder.removed(&chain[..2], &Space::default());
-        recorder.removed(&chain[2..], &Space::default());
-        recorder.removed(&chain[..1], &other);
+        recorder.removed(&chain[..2], &Space::default(), Medium::Device);
+        recorder.removed(&chain[2..], &Space::default(), Medium::Device);
+        recorder.removed(&chain[..1], &other, Medium::Device);
+        recorder.removed(&chain[..1], &other, Medium::Host);
         let counts = recorder.take_events().into_iter().map(|event| match event {
             KvEvent::Removed { hashes, .. } => hashes.len(),
             KvEvent::Stored(_) | KvEvent::Cleared => 0,
         });
-        assert_eq!(counts.collect::<Vec<_>>(), [3, 1]);
+        assert_eq!(counts.collect::<Vec<_>>(), [3, 1, 1]);
     }
 }

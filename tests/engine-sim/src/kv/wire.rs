@@ -3,7 +3,7 @@
 use rmp_serde::Serializer;
 use serde::Serialize;
 
-use super::event::{KvEvent, Stored};
+use super::event::{KvEvent, Medium};
 
 /// Encodes `[time, events, rank]`. Each event is a map, or an array as in older releases.
 pub(super) fn batch(time: f64, events: &[KvEvent], rank: usize, arrays: bool) -> Vec<u8> {
@@ -48,32 +48,41 @@ enum WireEvent<'a> {
 impl<'a> WireEvent<'a> {
     /// Older releases, which encode arrays, have neither salts nor sessions.
     fn new(event: &'a KvEvent, is_old: bool) -> Self {
-        let medium = "GPU";
         match event {
-            KvEvent::Stored(Stored { hashes, parent, tokens, block_size, space, session_id }) => {
-                WireEvent::Stored {
-                    r#type: "BlockStored",
-                    block_hashes: hashes,
-                    parent_block_hash: *parent,
-                    token_ids: tokens,
-                    block_size: *block_size,
-                    lora_id: (),
-                    medium,
-                    cache_salt: space.cache_salt.as_deref().filter(|_| !is_old),
-                    session_id: session_id.as_deref().filter(|_| !is_old),
-                }
-            }
-            KvEvent::Removed { hashes, .. } => {
-                WireEvent::Removed { r#type: "BlockRemoved", block_hashes: hashes, medium }
-            }
+            KvEvent::Stored(stored) => WireEvent::Stored {
+                r#type: "BlockStored",
+                block_hashes: &stored.hashes,
+                parent_block_hash: stored.parent,
+                token_ids: &stored.tokens,
+                block_size: stored.block_size,
+                lora_id: (),
+                medium: name(stored.medium),
+                cache_salt: stored.space.cache_salt.as_deref().filter(|_| !is_old),
+                session_id: stored.session_id.as_deref().filter(|_| !is_old),
+            },
+            KvEvent::Removed { hashes, medium, .. } => WireEvent::Removed {
+                r#type: "BlockRemoved",
+                block_hashes: hashes,
+                medium: name(*medium),
+            },
             KvEvent::Cleared => WireEvent::Cleared { r#type: "AllBlocksCleared" },
         }
     }
 }
 
+fn name(medium: Medium) -> &'static str {
+    match medium {
+        Medium::Device => "GPU",
+        Medium::Host => "CPU_PINNED",
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{super::super::request::Space, *};
+    use super::{
+        super::{super::request::Space, event::Stored},
+        *,
+    };
     use std::fmt::Write as _;
 
     fn hex(bytes: &[u8]) -> String {
@@ -92,8 +101,10 @@ mod tests {
             block_size: 4,
             space: Space::default(),
             session_id: Some("attr-1".to_owned()),
+            medium: Medium::Device,
         };
-        let removed = KvEvent::Removed { hashes: hashes[1..].to_vec(), extra_key: None };
+        let (hashes, extra_key, medium) = (hashes[1..].to_vec(), None, Medium::Device);
+        let removed = KvEvent::Removed { hashes, extra_key, medium };
         [KvEvent::Stored(stored), removed, KvEvent::Cleared]
     }
 

@@ -30,6 +30,7 @@ pub(super) enum RankCommand {
     Open(OpenSession, Option<oneshot::Sender<bool>>),
     Close(String),
     Demote(String, oneshot::Sender<bool>),
+    Prefetch((String, usize), oneshot::Sender<Result<usize, &'static str>>),
     Abort { rid: String, all: bool },
     Flush(mpsc::Sender<bool>),
     SlowDown(Duration),
@@ -207,6 +208,9 @@ impl EngineRank {
             }
             RankCommand::Close(id) => self.core.close(&id),
             RankCommand::Demote(id, reply) => drop(reply.send(self.core.demote(&id))),
+            RankCommand::Prefetch((id, tokens_max), reply) => {
+                let _ = reply.send(self.core.prefetch(&id, tokens_max));
+            }
             RankCommand::Abort { rid, all } => {
                 let outputs = self.core.abort(&rid, all);
                 self.deliver(outputs, at);
@@ -233,6 +237,7 @@ impl EngineRank {
                 progress.tokens.extend(output.token);
                 progress.prompt_tokens = output.prompt_tokens;
                 progress.cached_tokens = output.cached_tokens;
+                progress.host_tokens = output.host_tokens;
                 progress.retractions = output.retractions;
                 progress.first_token = progress.first_token.or(output.token.map(|_| now));
                 progress.finish = output.finish;

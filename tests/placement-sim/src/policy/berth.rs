@@ -20,16 +20,16 @@ use contract::{
 use router::{
     fleet::{
         conversations::{Begun, ConversationId},
-        lease::Lease,
+        lease::LoadLease,
         state::{State, Update},
-        worker::WorkerRef,
+        worker::AgentKey,
     },
-    placement::{
-        self, PairUse, PlacementRequest, Reason, Sticky,
-        affinity::Affinity,
-        session_status::{self, SessionStatus},
-    },
+    placement::{self, PairUse, PlacementRequest, Reason, Sticky},
     residency::PromptOverlap,
+    sessions::{
+        bindings::Bindings,
+        status::{self, SessionStatus},
+    },
 };
 
 use self::{
@@ -38,6 +38,7 @@ use self::{
 };
 use super::{Policy, PolicyChoice, PolicyEvent};
 use crate::{
+    engine::Moves,
     fleet::{Condition, Fleet, TurnToPlace},
     options::Mode,
 };
@@ -54,7 +55,7 @@ pub(super) struct Berth {
     /// The run's start.
     start: Instant,
     state: State,
-    affinity: Affinity,
+    bindings: Bindings,
     index: Index,
     overlap: Overlap,
     names: BlockNames,
@@ -69,7 +70,7 @@ pub(super) struct Berth {
     /// The conversation without a name of each running turn.
     unnamed: HashMap<usize, ConversationId>,
     /// The lease of each running turn.
-    leases: HashMap<usize, Lease>,
+    leases: HashMap<usize, LoadLease>,
     /// The idle sessions, longest idle first.
     idle: std::collections::BTreeSet<(Duration, usize)>,
 }
@@ -86,14 +87,18 @@ impl Berth {
                 continue;
             }
             let description = agents::description(agent, 1, worker, fleet);
-            state.apply(agent, Update::StreamBegan { description, sessions: vec![] }, start);
+            state.apply(
+                AgentKey::first(agent),
+                Update::StreamBegan { description, sessions: vec![] },
+                start,
+            );
             let report = agents::report(&mut measured[agent], worker, fleet, start);
-            state.apply(agent, Update::Report(report), start);
+            state.apply(AgentKey::first(agent), Update::Report(report), start);
         }
         Self {
             start,
             state,
-            affinity: Affinity::new(SESSIONS_MAX, FORGOTTEN_AFTER),
+            bindings: Bindings::new(SESSIONS_MAX, FORGOTTEN_AFTER),
             index: Index::new(INDEX_BYTES_MAX),
             overlap: Overlap::default(),
             names: BlockNames::default(),
@@ -110,11 +115,11 @@ impl Berth {
 
     /// Returns where a session is, as the router sees it.
     fn sticky(&self, key: &SessionKey, now: Instant) -> Option<Sticky> {
-        let binding = self.affinity.get(key, now);
+        let binding = self.bindings.get(key, now);
         let moved = binding.and_then(|binding| binding.moved_at);
         let ended =
             binding.and_then(|one| if one.turns > 0 { Some(now) } else { one.last_turn_ended });
-        match session_status::determine_status(key, &self.state.snapshot(), binding, now) {
+        match status::determine_status(key, &self.state.snapshot(), binding, now) {
             SessionStatus::Open { worker, session, .. } => {
                 let fixed = session.exclusive || session.retention == Retention::Pinned;
                 let reported_tokens = session.resident_tokens.map_or(0, |figure| figure.value);
@@ -143,7 +148,7 @@ impl Berth {
     fn report_session(&mut self, session: usize, worker: usize, state: SessionState, now: Instant) {
         if let Some(known) = self.known.get(&session) {
             let update = Update::SessionChanged(known.session(self.retention, state));
-            self.state.apply(worker, update, now);
+            self.state.apply(AgentKey::first(worker), update, now);
         }
     }
 
@@ -211,13 +216,13 @@ impl Berth {
             worker: placement.worker,
         };
         if let Some(id) = conversations.begin_turn(&begun, now) {
-            let pool = view.worker_table().get(placement.worker);
-            let pool_tokens = pool.and_then(|stats| stats.pool_tokens()).unwrap_or(u64::MAX);
+            let stats = view.worker_table().get(placement.worker);
+            let pool_tokens = stats.and_then(|stats| stats.kept_tokens_max()).unwrap_or(u64::MAX);
             conversations.record_answer(id, pool_tokens);
             self.unnamed.insert(request.turn, id);
         }
         self.expected_tokens = placement.tokens_expected();
-        placement.worker.agent.into()
+        placement.worker.agent.slot().into()
     }
 
     fn handle_close(&mut self, session: usize, now: Duration) {
@@ -225,9 +230,13 @@ impl Berth {
         if let Some(known) = self.known.remove(&session) {
             self.idle.remove(&(known.idle_since, session));
             for agent in known.agents {
-                self.state.apply(agent, Update::SessionRemoved(known.key.clone()), at);
+                self.state.apply(
+                    AgentKey::first(agent),
+                    Update::SessionRemoved(known.key.clone()),
+                    at,
+                );
             }
-            self.affinity.forget(&known.key);
+            self.bindings.forget(&known.key);
         }
     }
 
@@ -239,8 +248,8 @@ impl Berth {
         now: Duration,
     ) {
         let at = self.start + now;
-        let count = &self.state.agent_at(worker).in_flight[0];
-        self.leases.insert(request.turn, Lease::acquire(count, self.expected_tokens));
+        let count = &self.state.agent_with(AgentKey::first(worker)).in_flight[0];
+        self.leases.insert(request.turn, LoadLease::acquire(count, self.expected_tokens));
         if !self.is_named(request) {
             return;
         }
@@ -252,7 +261,7 @@ impl Berth {
         known.agents.insert(worker);
         known.left_worker = left_worker.or(known.left_worker);
         let key = known.key.clone();
-        self.affinity
+        self.bindings
             .begin_turn(&key, agents::worker_ref(worker), false, at)
             .expect("the table has room");
         self.report_session(request.session, worker, SessionState::Running, at);
@@ -260,14 +269,14 @@ impl Berth {
 
     fn handle_answer_start(&mut self, turn: usize, session: usize, now: Duration) {
         if let Some(lease) = self.leases.get_mut(&turn) {
-            lease.record_answer();
+            lease.record_first_part();
         }
         if let Some(known) = self.known.get_mut(&session) {
-            self.affinity.record_answer(&known.key);
+            self.bindings.record_answer(&known.key);
             if let Some(left) = known.left_worker.take() {
                 known.agents.remove(&left);
                 let removed = Update::SessionRemoved(known.key.clone());
-                self.state.apply(left, removed, self.start + now);
+                self.state.apply(AgentKey::first(left), removed, self.start + now);
             }
         }
     }
@@ -282,7 +291,7 @@ impl Berth {
         known.running -= 1;
         known.turns += 1;
         known.resident_tokens = Some(known.input_tokens);
-        self.affinity.end_turn(&known.key, at);
+        self.bindings.end_turn(&known.key, at);
         if known.running == 0 {
             known.idle_since = now;
             self.idle.insert((now, session));
@@ -290,11 +299,14 @@ impl Berth {
         self.report_session(session, worker, SessionState::Idle, at);
     }
 
-    fn handle_blocks(&mut self, worker: usize, stored: &[u32], removed: &[u32]) {
+    fn handle_blocks(&mut self, worker: usize, moves: &Moves) {
         let number = agents::worker_ref(worker).number().expect("workers have one rank");
-        self.index.remove(number, Tier::Device, &self.names.names(removed));
-        for (parent, blocks) in self.names.name_runs(stored) {
-            self.index.store(number, Tier::Device, parent, &blocks);
+        self.index.remove(number, Tier::Device, &self.names.names(&moves.removed));
+        self.index.remove(number, Tier::Host, &self.names.names(&moves.removed_from_host));
+        for (tier, stored) in [(Tier::Device, &moves.stored), (Tier::Host, &moves.stored_on_host)] {
+            for (parent, blocks) in self.names.name_runs(stored) {
+                self.index.store(number, tier, parent, &blocks);
+            }
         }
     }
 
@@ -302,17 +314,21 @@ impl Berth {
         let facts = &fleet.workers[worker];
         match facts.condition {
             Condition::Down => {
-                self.state.apply(worker, Update::AgentLost("its host is gone".to_owned()), now);
+                self.state.apply(
+                    AgentKey::first(worker),
+                    Update::AgentLost("its host is gone".to_owned()),
+                    now,
+                );
                 let number = agents::worker_ref(worker).number().expect("workers have one rank");
                 self.index.clear(number);
             }
             Condition::Draining => {}
-            Condition::Up if !self.state.agent_at(worker).is_up() => {
+            Condition::Up if !self.state.agent_with(AgentKey::first(worker)).is_up() => {
                 // A new agent process knows no session.
-                let epoch = self.state.agent_at(worker).epoch().unwrap_or(0) + 1;
+                let epoch = self.state.agent_with(AgentKey::first(worker)).epoch().unwrap_or(0) + 1;
                 let description = agents::description(worker, epoch, facts, fleet);
                 let began = Update::StreamBegan { description, sessions: vec![] };
-                self.state.apply(worker, began, now);
+                self.state.apply(AgentKey::first(worker), began, now);
                 for known in self.known.values_mut() {
                     known.agents.remove(&worker);
                 }
@@ -324,7 +340,7 @@ impl Berth {
 
     fn report_load(&mut self, worker: usize, fleet: &Fleet, now: Instant) {
         let report = agents::report(&mut self.measured[worker], &fleet.workers[worker], fleet, now);
-        self.state.apply(worker, Update::Report(report), now);
+        self.state.apply(AgentKey::first(worker), Update::Report(report), now);
     }
 }
 
@@ -361,7 +377,7 @@ impl Policy for Berth {
         let view = self.state.snapshot();
         let placement = placement::place_without_prompt(&bare, &view, now).filter(|placement| {
             // A worker that has just gone down refuses the turn, which then goes elsewhere.
-            !fleet.is_down(placement.worker.agent)
+            !fleet.is_down(placement.worker.agent.slot())
         });
         let examined_prompt = placement.is_none();
         let placement = placement.unwrap_or_else(|| {
@@ -382,9 +398,9 @@ impl Policy for Berth {
                 .expect("a run keeps at least one worker")
         });
         self.expected_tokens = placement.tokens_expected();
-        let WorkerRef { agent: worker, .. } = placement.worker;
+        let worker = placement.worker.agent.slot();
         let moved = placement.reason == Reason::Moved;
-        let left_worker = sticky.filter(|_| moved).map(|sticky| sticky.worker.agent);
+        let left_worker = sticky.filter(|_| moved).map(|sticky| sticky.worker.agent.slot());
         PolicyChoice { worker, left_worker, examined_prompt }
     }
 
@@ -400,9 +416,7 @@ impl Policy for Berth {
                 self.handle_turn_end(turn, session, worker, now)
             }
             PolicyEvent::Closed { session, now } => self.handle_close(session, now),
-            PolicyEvent::Blocks { worker, stored, removed } => {
-                self.handle_blocks(worker, stored, removed)
-            }
+            PolicyEvent::Blocks { worker, moves } => self.handle_blocks(worker, moves),
             PolicyEvent::Condition { worker, now } => {
                 self.handle_condition(worker, fleet, self.start + now)
             }

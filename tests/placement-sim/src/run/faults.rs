@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Condition, ConditionChange, Event, World};
 use crate::{
-    engine::{Job, Time},
+    engine::{Job, Moves, Time},
     options::{Churn, DeliveryFaults, SimOptions},
     policy::{Policy, PolicyEvent},
 };
@@ -69,35 +69,31 @@ impl World {
     pub(super) fn report_blocks(
         &mut self,
         worker: usize,
-        stored: Vec<u32>,
-        removed: Vec<u32>,
+        mut moves: Moves,
         policy: &mut dyn Policy,
     ) {
-        if stored.is_empty() && removed.is_empty() {
+        if self.options.host_unseen {
+            (moves.stored_on_host, moves.removed_from_host) = (vec![], vec![]);
+        }
+        if moves.is_empty() {
             return;
         }
         if self.faults.happens(self.options.delivery_faults.loss_ratio) {
             return;
         }
         if self.options.delivery_faults.lag.is_zero() {
-            self.deliver_blocks(worker, &stored, &removed, policy);
+            self.deliver_blocks(worker, &moves, policy);
             return;
         }
         let epoch = self.epochs[worker];
         let at = self.now + self.options.delivery_faults.lag;
-        self.push_event(at, Event::Blocks { worker, epoch, stored, removed });
+        self.push_event(at, Event::Blocks { worker, epoch, moves });
     }
 
-    pub(super) fn deliver_blocks(
-        &mut self,
-        worker: usize,
-        stored: &[u32],
-        removed: &[u32],
-        policy: &mut dyn Policy,
-    ) {
+    pub(super) fn deliver_blocks(&mut self, worker: usize, moves: &Moves, policy: &mut dyn Policy) {
         for worker in self.workers_with_pool_of(worker) {
-            self.fleet.record_blocks(worker, stored, removed);
-            policy.observe(&PolicyEvent::Blocks { worker, stored, removed }, &self.fleet);
+            self.fleet.record_blocks(worker, moves);
+            policy.observe(&PolicyEvent::Blocks { worker, moves }, &self.fleet);
         }
     }
 

@@ -139,7 +139,7 @@ impl World {
         self.turns[job.turn].staged_tokens += computed;
         let pool = self.pool_index(worker);
         self.engines[worker].finish(&job, Class::Plain, &mut self.pools[pool]);
-        self.report_blocks(worker, stored, vec![], policy);
+        self.report_blocks(worker, stored, policy);
         let staged = &mut self.staged_prefills[worker];
         let inside = staged.prompts.iter().position(|prompt| prompt.turn.turn == job.turn);
         let at = inside.expect("a prompt leaves with its last stage");

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use contract::turn_rid::RESPONSE_PREFIX;
 use http::{HeaderValue, Method, Request, StatusCode, header, uri::PathAndQuery};
 use http_body_util::{BodyExt as _, Full, Limited};
 use serde_json::Value;
@@ -67,6 +68,13 @@ impl EngineClient {
         }
         let sent = self.send_with_limit(&self.control_client, "/abort_request", request);
         sent.await.map(drop)
+    }
+
+    /// Where the turn's route isn't known: in the engine, turns of the Responses API have a prefix,
+    /// so both ids are aborted.
+    pub async fn abort_turn(&self, rid: &str) -> Result<(), Error> {
+        self.abort(rid).await?;
+        self.abort(&format!("{RESPONSE_PREFIX}{rid}")).await
     }
 
     /// The engine is ready if it is healthy and not paused.

@@ -217,7 +217,7 @@ impl CallRunner<'_> {
         };
     }
 
-    /// `None` at the first reading.
+    /// `None` at the first reading, and if the device can't tell.
     fn read_gpm<'n>(
         &mut self,
         device: &Device<'n>,

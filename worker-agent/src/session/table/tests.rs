@@ -13,6 +13,7 @@ mod kv_identity;
 mod lifecycle;
 mod must_continue;
 mod order;
+pub(super) mod owners;
 mod rig;
 mod shares;
 mod shim_requests;
@@ -26,11 +27,12 @@ use std::time::Duration;
 use contract::{claim::Claim, load::Retention};
 use service::refusal::Code;
 
-use self::rig::{Answer, Inside, Rig};
+use self::rig::{Answer, Inside, Rig, claims, claims_nothing, opens};
 use super::*;
 use crate::{
     guard::Guards,
     session::{KvIdentity, ShareSettings},
+    shim::trim::Plan,
 };
 
 const IDLE: Duration = Duration::from_secs(60);
@@ -38,7 +40,7 @@ const DEMOTE: Duration = Duration::from_secs(20);
 const QUEUE: Duration = Duration::from_secs(10);
 const STUCK: Duration = Duration::from_secs(30);
 
-fn engine(ranks: usize) -> EngineCapacity {
+pub(super) fn engine(ranks: usize) -> EngineCapacity {
     let capacity = RankCapacity {
         rows: 4,
         rows_reserve: 1,
@@ -56,7 +58,7 @@ fn engine(ranks: usize) -> EngineCapacity {
     }
 }
 
-fn settings() -> TableSettings {
+pub(super) fn settings() -> TableSettings {
     TableSettings {
         incarnation_prefix: "berth-a-1".into(),
         idle_max: IDLE,
@@ -78,7 +80,7 @@ fn settings() -> TableSettings {
     }
 }
 
-fn key(id: &str) -> SessionKey {
+pub(super) fn key(id: &str) -> SessionKey {
     SessionKey::new("p", id).unwrap()
 }
 
@@ -114,7 +116,7 @@ fn a_pinned_session_runs_one_turn_and_counts_its_tokens() {
     let turn = rig.turn(&delta("s")).inside();
     assert_eq!(rig.turn(&delta("s")).error(), Error::Busy);
     rig.end(&turn, finished(25, 6));
-    let session = rig.table.get(&key("s")).unwrap();
+    let session = rig.table.sessions().get(&key("s")).unwrap();
     assert_eq!(session.resident_tokens(), 30, "the last token's KV isn't computed yet");
     assert_eq!(rig.table.totals(0).pinned_tokens, 32, "a page is held whole");
     assert_eq!(rig.table.totals(0).rows_held, 1);
@@ -132,7 +134,7 @@ fn a_second_turn_may_wait_where_the_settings_allow_it() {
     rig.end(&first, finished(20, 5));
     let second = rig.answer(second).inside();
     rig.end(&second, finished(40, 5));
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished(), 2);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().turns_finished(), 2);
 }
 
 #[test]
@@ -278,7 +280,7 @@ fn an_aborted_turn_leaves_its_history_to_be_computed_again() {
     rig.end(&turn, Outcome::Aborted);
     assert_eq!(rig.table.totals(0).pinned_tokens, 0, "the KV went to the tree");
     assert_eq!(rig.table.totals(0).rows_held, 0);
-    let session = rig.table.get(&key("s")).unwrap();
+    let session = rig.table.sessions().get(&key("s")).unwrap();
     assert_eq!((session.history.tokens, session.turns.finished), (601, 1));
     assert_eq!(session.state(), contract::load::SessionState::Demoted);
     rig.pin_holding("other", 400);
@@ -337,7 +339,7 @@ fn with_the_shim_a_session_gives_up_its_kv_and_keeps_its_history() {
     rig.carry_out();
     let turn = rig.answer(waiting).inside();
     rig.end(&turn, finished(500, 1));
-    assert_eq!(rig.table.get(&key("idle")).unwrap().history_tokens(), 601);
+    assert_eq!(rig.table.sessions().get(&key("idle")).unwrap().history_tokens(), 601);
     assert!(is_short(&rig.turn(&delta("idle")).error(), Code::PinTokens), "its KV comes back too");
     rig.wait(DEMOTE);
     let waiting = rig.turn(&delta("idle")).waits();
@@ -426,18 +428,22 @@ fn prompts_that_the_engine_has_not_shown_are_counted() {
     rig.wait(Duration::from_millis(1));
     let inside: Vec<Inside> = (0..6).map(|_| rig.plain(20).inside()).collect();
     let waiting = rig.plain(40).waits();
-    assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 160);
-    assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 40, "the engine was looked at since");
+    assert_eq!(rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(before)), 160);
+    assert_eq!(
+        rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(rig.now)),
+        40,
+        "the engine was looked at since"
+    );
     let need = Need { prompt_tokens: 90, is_exact: true, resident_tokens: 64, ..Need::default() };
     rig.ask(None, None, RouteTurns::Nothing, need).waits();
     assert_eq!(
-        rig.table.unsampled_prompt_tokens(0, rig.now),
+        rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(rig.now)),
         66,
         "what is resident isn't computed"
     );
     rig.end(&inside[0], Outcome::Finished(None));
     rig.answer(waiting).inside();
-    assert_eq!(rig.table.unsampled_prompt_tokens(0, rig.now), 26);
+    assert_eq!(rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(rig.now)), 26);
 }
 
 #[test]
@@ -449,7 +455,7 @@ fn of_a_session_only_what_is_not_there_has_to_be_computed() {
     // The length of the text is a bound in bytes. The history's last token never had KV.
     let need = Need { prompt_tokens: 80, answer_tokens: Some(1), ..Need::default() };
     rig.turn_that_needs(&delta("s"), need).inside();
-    assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 21);
+    assert_eq!(rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(before)), 21);
 }
 
 #[test]
@@ -460,7 +466,7 @@ fn a_turn_given_up_while_it_waits_leaves_nothing() {
     rig.table.end_turn(rig.now, &waits, Outcome::Refused);
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
     assert_eq!(rig.table.totals(0), RankTotals { sessions: 1, ..RankTotals::default() });
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns.waiting, 0);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().turns.waiting, 0);
 }
 
 #[test]
@@ -506,7 +512,11 @@ fn the_shim_settles_what_only_the_engine_knows() {
         rig.end(&turn, Outcome::Lost);
         let next = rig.turn(&delta("s")).waits();
         rig.report(&seen(&incarnation, 25, false), true);
-        rig.table.handle_inspection(rig.now, 0, 1_000, Some(&seen(&incarnation, 25, false)));
+        rig.table.handle_shim_report(
+            rig.now,
+            0,
+            ShimReport::Inspection { number: 1_000, report: Some(&seen(&incarnation, 25, false)) },
+        );
         rig.carry_out();
         assert!(!rig.admitted.contains_key(&next), "what was true before the doubt proves nothing");
         assert_eq!(rig.inspections, [Some(turn.rid.clone())], "the lost turn is aborted first");
@@ -515,7 +525,11 @@ fn the_shim_settles_what_only_the_engine_knows() {
         rig.carry_out();
         assert!(rig.refused.is_empty(), "the lost turn may still commit");
         assert_eq!(rig.inspections.pop(), Some(None), "the shim is asked again");
-        rig.table.handle_inspection(rig.now, 0, late, Some(&seen(&incarnation, 25, false)));
+        rig.table.handle_shim_report(
+            rig.now,
+            0,
+            ShimReport::Inspection { number: late, report: Some(&seen(&incarnation, 25, false)) },
+        );
         rig.carry_out();
         assert!(rig.refused.is_empty(), "the first request has had its answer");
         assert!(!rig.admitted.contains_key(&next), "the first request has had its answer");
@@ -546,7 +560,7 @@ fn a_refused_turn_changes_nothing() {
     rig.pin_holding("s", 24);
     let turn = rig.turn(&delta("s")).inside();
     rig.end(&turn, Outcome::Refused);
-    assert_eq!(rig.table.get(&key("s")).unwrap().resident_tokens(), 24);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().resident_tokens(), 24);
     assert_eq!(rig.table.totals(0).pinned_tokens, 32);
     rig.turn(&delta("s")).inside();
 }
@@ -558,9 +572,9 @@ fn a_whole_history_never_reaches_a_pinned_session() {
     let first = rig.turn(&Claim { open: true, ..pinned("s") }).inside();
     rig.end(&first, finished(20, 5));
     assert_eq!(rig.turn(&pinned("s")).error(), Error::PinnedRouteRefused);
-    let on_chat = rig.ask(Some((&delta("s"), &key("s"))), None, RouteTurns::Nothing, need);
+    let on_chat = rig.ask(Some(&delta("s")), None, RouteTurns::Nothing, need);
     assert_eq!(on_chat.error(), Error::PinnedRouteRefused, "chat would drop the session silently");
-    let on_chat = rig.ask(Some((&pinned("new"), &key("new"))), None, RouteTurns::Nothing, need);
+    let on_chat = rig.ask(Some(&pinned("new")), None, RouteTurns::Nothing, need);
     assert_eq!(on_chat.error(), Error::PinnedRouteRefused);
     assert!(!rig.is_open("new"), "a refused turn opens nothing");
 }
@@ -605,8 +619,7 @@ fn inferred_sessions_overlap_and_opened_ones_do_not() {
 
 #[test]
 fn a_full_table_forgets_the_longest_idle_inferred_session() {
-    let mut rig = Rig::new();
-    rig.table.settings.shares.sessions_max = 8;
+    let mut rig = Rig::with_settings(|settings| settings.shares.sessions_max = 8);
     rig.open("opened", None).unwrap();
     for number in 1..8 {
         rig.wait(Duration::from_millis(1));

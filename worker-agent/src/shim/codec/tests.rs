@@ -1,13 +1,20 @@
 //! Tests of the protocol: the examples of both ends, bounds, cut streams and random bytes.
 
-use std::{fmt::Debug, time::Duration};
+use std::{
+    fmt::Debug,
+    time::{Duration, Instant},
+};
 
 use contract::count::COUNT_MAX;
 use proptest::prelude::*;
 use serde_bytes::Bytes;
 
 use super::*;
-use crate::{config::WORKER_ID_BYTES_MAX, incarnation::prefix, shim::PinSafety};
+use crate::{
+    config::WORKER_ID_BYTES_MAX,
+    incarnation::prefix,
+    shim::{HostFacts, PinSafety},
+};
 
 /// Frames in hex, by name. The shim's `tests/sglang/trimming/test_wire.py` has the same messages.
 const EXAMPLES: &str = include_str!("frames.txt");
@@ -72,14 +79,11 @@ fn a_hello_is_what_the_shim_means() {
     assert_eq!(decoded(&example("hello")), Ok(ShimMessage::Hello(Box::new(hello))));
 }
 
-#[test]
-fn an_update_is_what_the_shim_means() {
-    let ShimMessage::Update(update) = decoded(&example("update")).unwrap() else {
-        panic!("no update")
-    };
-    let facts = RankFacts {
+/// Returns the figures of the example `update`, which differ in each field.
+fn example_facts(read_at: Instant) -> RankFacts {
+    RankFacts {
         dp_rank: 0,
-        read_at: update.facts.as_ref().unwrap().read_at,
+        read_at,
         pool_tokens: 2,
         available_tokens: 3,
         evictable_tokens: 4,
@@ -96,7 +100,24 @@ fn an_update_is_what_the_shim_means() {
         samples_ns: 15,
         weight_changes: 16,
         has_old_kv: true,
+        host: Some(HostFacts {
+            total_tokens: 17,
+            used_tokens: 18,
+            evictable_tokens: 19,
+            loading_tokens: 20,
+            writing_tokens: 21,
+            loaded_tokens: 22,
+            loads_us: 23,
+        }),
+    }
+}
+
+#[test]
+fn an_update_is_what_the_shim_means() {
+    let ShimMessage::Update(update) = decoded(&example("update")).unwrap() else {
+        panic!("no update")
     };
+    let facts = example_facts(update.facts.unwrap().read_at);
     let id = str::to_owned;
     let inspected = SessionFacts {
         id: id("g"),
@@ -120,6 +141,8 @@ fn an_update_is_what_the_shim_means() {
         WireEvent::Aborted { id: id("d"), was_running: true },
         WireEvent::Demoted { number: 1 << 40, id: id("e"), refusal: Some("busy".into()) },
         WireEvent::Demoted { number: 8, id: id("f"), refusal: None },
+        WireEvent::Prefetched { number: 1 << 40, id: id("h"), tokens: 1 << 33, refusal: None },
+        WireEvent::Prefetched { number: 8, id: id("i"), tokens: 0, refusal: Some("busy".into()) },
         WireEvent::Inspected { number: 9, session: None },
         WireEvent::Inspected { number: 1 << 40, session: Some(inspected) },
     ];
@@ -163,6 +186,10 @@ fn commands_are_what_the_shim_reads() {
     };
     let commands = [
         ("demote", ShimCommand::Demote { number: 1 << 40, session: "sé-1".into() }),
+        (
+            "prefetch",
+            ShimCommand::Prefetch { number: 7, session: "sé-1".into(), tokens_max: 1 << 33 },
+        ),
         ("inspect", ShimCommand::Inspect { number: 7, session: "sé-1".into() }),
         ("sample-now", ShimCommand::SampleNow),
         ("audit", ShimCommand::Audit { number: 1 << 40 }),
@@ -185,7 +212,9 @@ fn every_incarnation_can_be_named_and_what_is_longer_is_refused() {
         let (name, number) = (session.clone(), 1);
         assert!(run(session.clone()).encode().unwrap().ends_with(name.as_bytes()));
         let demote = ShimCommand::Demote { number, session: session.clone() };
-        let inspect = ShimCommand::Inspect { number, session };
+        let inspect = ShimCommand::Inspect { number, session: session.clone() };
+        let prefetch = ShimCommand::Prefetch { number, session: session.clone(), tokens_max: 1 };
+        assert!(prefetch.encode().is_some());
         for command in [demote, inspect] {
             assert!(command.encode().unwrap().ends_with(name.as_bytes()));
         }
@@ -194,7 +223,9 @@ fn every_incarnation_can_be_named_and_what_is_longer_is_refused() {
         assert_eq!(run("n".repeat(bytes)).encode(), None);
         let (number, session) = (1, "n".repeat(bytes));
         assert_eq!(ShimCommand::Demote { number, session: session.clone() }.encode(), None);
-        assert_eq!(ShimCommand::Inspect { number, session }.encode(), None);
+        assert_eq!(ShimCommand::Inspect { number, session: session.clone() }.encode(), None);
+        let tokens_max = 1;
+        assert_eq!(ShimCommand::Prefetch { number, session, tokens_max }.encode(), None);
     }
 }
 
@@ -212,7 +243,7 @@ fn another_protocol_is_named() {
     let error = decoded::<ShimMessage>(b"\x08\0\0\0\x04\x01\x07\0\0\0\x03\0").unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the shim speaks protocol 4, this agent 7: install the same version of both"
+        "the shim speaks protocol 4, this agent 9: install the same version of both"
     );
 }
 
@@ -222,11 +253,21 @@ fn absurd_numbers_of_a_shim_can_be_added() {
     let Ok(ShimMessage::Audited(reply)) = decoded(&framed(&audited)) else { panic!("it is valid") };
     assert_eq!(reply.spent, AUDIT_TIME_MAX);
     let (max, rows) = (u64::MAX, u32::MAX);
-    let fields =
-        (max, max, max, max, max, max, rows, rows, rows, rows, max, max, max, max, max, true);
-    let facts: RankFacts = rmp_serde::from_slice(&rmp_serde::to_vec(&fields).unwrap()).unwrap();
+    let absurd = RankFacts {
+        pool_tokens: max,
+        protected_tokens: max,
+        held_tokens: max,
+        uncached_tokens: max,
+        rows_free: rows,
+        weight_changes: max,
+        host: Some(HostFacts { used_tokens: max, loads_us: max, ..no_host_facts() }),
+        ..no_facts()
+    };
+    let facts: RankFacts = rmp_serde::from_slice(&rmp_serde::to_vec(&absurd).unwrap()).unwrap();
     assert_eq!((facts.pool_tokens, facts.used_tokens()), (COUNT_MAX, 3 * COUNT_MAX));
     assert_eq!((facts.rows_free, facts.weight_changes), (u32::MAX, COUNT_MAX));
+    let host = facts.host.unwrap();
+    assert_eq!((host.used_tokens, host.loads_us), (COUNT_MAX, COUNT_MAX));
 }
 
 #[test]
@@ -247,9 +288,41 @@ fn unknown_messages_and_impossible_values_are_refused() {
     }
 }
 
-/// Returns the figures of an idle rank.
-fn no_facts() -> impl Serialize + Copy {
-    (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, false)
+/// Returns the figures of a rank that has nothing.
+pub(in crate::shim) fn no_facts() -> RankFacts {
+    RankFacts {
+        dp_rank: 0,
+        read_at: service::clock::now(),
+        pool_tokens: 0,
+        available_tokens: 0,
+        evictable_tokens: 0,
+        protected_tokens: 0,
+        held_tokens: 0,
+        uncached_tokens: 0,
+        rows_total: 0,
+        rows_free: 0,
+        running: 0,
+        waiting: 0,
+        events_lost: 0,
+        recounts: 0,
+        samples: 0,
+        samples_ns: 0,
+        weight_changes: 0,
+        has_old_kv: false,
+        host: None,
+    }
+}
+
+fn no_host_facts() -> HostFacts {
+    HostFacts {
+        total_tokens: 0,
+        used_tokens: 0,
+        evictable_tokens: 0,
+        loading_tokens: 0,
+        writing_tokens: 0,
+        loaded_tokens: 0,
+        loads_us: 0,
+    }
 }
 
 #[test]

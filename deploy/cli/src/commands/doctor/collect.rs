@@ -1,6 +1,6 @@
 //! Collects the facts of a fleet: asks its ports, and looks at this host's own processes and files.
 //!
-//! What can't be asked is no error. Where nothing can be concluded from that, it is named in
+//! A failure to ask is no error. If it proves nothing about the fleet either, it is named in
 //! [`Collector::not_asked`].
 
 use std::{
@@ -175,7 +175,7 @@ impl<'a> Collector<'a> {
             .map_err(|error| Error::Answer { url: url.to_owned(), why: error.to_string() })
     }
 
-    /// What doesn't answer is named as `what`, with what helps.
+    /// If there is no answer, [`Self::not_asked`] gets `what` and `help`.
     async fn ask_admin(
         &mut self,
         url: &str,
@@ -216,7 +216,8 @@ impl AdminPort {
         let worker_id = self.settings["worker_id"].as_str().filter(|id| !id.is_empty());
         match worker_id.zip(agent_id) {
             Some((worker_id, agent_id)) => worker_id == agent_id,
-            // Without its engine, or to a caller whom it refuses, an agent says no id.
+            // The setting is empty by default. And without its engine, or to a caller whom it
+            // refuses, an agent says no id.
             None => {
                 at_port(control, AGENT_ADMIN_PORT).as_ref() == Some(&self.url)
                     || self.has_control_port(control)

@@ -30,7 +30,7 @@ struct Socket {
 pub(super) struct Listening(BTreeMap<u16, Socket>);
 
 impl Listening {
-    /// `None` if this host doesn't say.
+    /// `None` if this host shows no listening sockets.
     pub(super) fn ports(&self) -> Option<BTreeSet<u16>> {
         (!self.0.is_empty()).then(|| self.0.keys().copied().collect())
     }
@@ -57,7 +57,8 @@ fn parse_sockets(table: &str) -> impl Iterator<Item = (u16, Socket)> {
     })
 }
 
-/// Ports at which processes of SGLang listen, if this user may see that, and of their `--port`.
+/// Ports at which processes of SGLang listen, as far as this user may see that, and those that
+/// their `--port` names.
 pub(super) fn sglang_ports(listening: &Listening) -> BTreeSet<u16> {
     let mut ports = BTreeSet::new();
     let mut inodes = BTreeSet::new();

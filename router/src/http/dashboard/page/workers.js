@@ -5,7 +5,8 @@ import { POOL_PARTS, count, gibibytes, millis, of, percent, pool, sum } from "./
 
 const COLUMNS = [
   ["Worker", "name"], ["State", "state"], ["KV pool", "bar"], ["Used", "figure"],
-  ["Gauge", "figure"], ["HBM", "figure wide"], ["Rows", "figure"], ["Running", "figure"],
+  ["Gauge", "figure"], ["HBM", "figure wide"], ["Host", "figure wide"], ["Rows", "figure"],
+  ["Running", "figure"],
   ["Queued", "figure"], ["Report", "figure"],
 ];
 const ORDERS = {
@@ -72,7 +73,7 @@ function makeRow(worker) {
 }
 
 function showWorker(row, worker) {
-  const [, state, bar, used, gauge, memory, rows, running, waiting, report] = row.children;
+  const [, state, bar, used, gauge, memory, host, rows, running, waiting, report] = row.children;
   const load = worker.load;
   const reason = worker.reason ? `: ${worker.reason}` : "";
   setText(state, `${worker.state}${reason}`);
@@ -88,10 +89,21 @@ function showWorker(row, worker) {
   const inUse = sum(devices.map((device) => device.memory_used_bytes));
   const whole = sum(devices.map((device) => device.memory_total_bytes));
   setText(memory, whole == null ? "–" : `${gibibytes(inUse)} of ${gibibytes(whole)} GiB`);
+  const tier = load?.host;
+  setText(host, tier ? `${count(of(tier.used_tokens))} of ${count(of(tier.total_tokens))}` : "–");
+  host.title = tier ? hostText(tier) : "the engine keeps no KV in the host's memory";
   setText(rows, `${count(of(load?.rows_held))} of ${count(of(load?.rows_total))}`);
   setText(running, count(of(load?.requests_running) ?? load?.turns_running));
   setText(waiting, count(load ? queued(worker) : null));
   setText(report, millis(worker.report_age_ms));
+}
+
+function hostText(tier) {
+  const moving = `${count(of(tier.loading_tokens))} loading, ${count(of(tier.writing_tokens))} writing`;
+  const rate = tier.load_tokens_per_s;
+  const from = rate?.source === "shim" ? "measured" : "by the settings";
+  return `${count(of(tier.evictable_tokens))} tokens can be evicted, ${moving}; ` +
+    `loads ${count(of(rate))} tokens/s (${from})`;
 }
 
 function showPool(bar, parts) {

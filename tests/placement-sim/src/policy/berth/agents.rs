@@ -8,16 +8,19 @@ use std::{
 use contract::{
     id::SessionKey,
     load::{
-        Description, EngineFacts, Figure, LoadReport, Rank, RankLoad, Retention, Session,
+        Description, EngineFacts, Figure, HostTier, LoadReport, Rank, RankLoad, Retention, Session,
         SessionState, Source, Weights,
     },
 };
 use router::{
     config::Config,
-    fleet::{state::State, worker::WorkerRef},
+    fleet::{
+        state::State,
+        worker::{AgentKey, WorkerRef},
+    },
 };
 
-use worker_agent::ledger::prefill::PrefillRate;
+use worker_agent::ledger::token_rate::TokenRate;
 
 use crate::{
     engine::DECODING_MAX,
@@ -30,7 +33,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// What an agent has measured of its engine.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
-    rate: PrefillRate,
+    rate: TokenRate,
     sampled_at: Option<Instant>,
 }
 
@@ -101,7 +104,7 @@ impl KnownSession {
 
 /// Returns an agent's worker; each agent has one rank.
 pub(super) fn worker_ref(agent: usize) -> WorkerRef {
-    WorkerRef { agent, dp_rank: 0 }
+    WorkerRef { agent: AgentKey::first(agent), dp_rank: 0 }
 }
 
 /// Returns a session's key.
@@ -183,6 +186,12 @@ pub(super) fn report(
             prefill_tokens_per_s: measured.sample(worker, now),
             prefill_backlog_tokens: Some(figure(worker.backlog_tokens)),
             staged_prefill: worker.staged_prefill,
+            host: (worker.host_blocks > 0).then(|| HostTier {
+                total_tokens: tokens(worker.host_blocks),
+                used_tokens: tokens(worker.host_used_blocks),
+                load_tokens_per_s: Some(figure(worker.host_load_tokens_per_s)),
+                ..HostTier::default()
+            }),
         }],
         unhealthy: None,
         draining: worker.condition == Condition::Draining,

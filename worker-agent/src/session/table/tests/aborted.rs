@@ -17,17 +17,40 @@ fn rig() -> (Rig, String) {
 }
 
 #[test]
+fn an_engine_that_is_held_back_needs_no_restart_for_what_it_has_not_ended() {
+    let mut rig = Rig::new();
+    let turn = rig.plain(8).inside();
+    rig.table.set_hold(rig.now, Some("it is paused".to_owned()));
+    rig.table.abandon_turn(rig.now, &turn.rid);
+    let stuck_after = settings().stuck_after;
+    rig.now += 2 * stuck_after;
+    assert_eq!(rig.table.restart_required(rig.now), None);
+    rig.table.set_hold(rig.now, None);
+    assert_eq!(rig.table.restart_required(rig.now), None, "it had no time to end the turn");
+    rig.now += stuck_after;
+    assert!(rig.table.restart_required(rig.now).is_some());
+}
+
+#[test]
 fn a_turn_that_ran_frees_its_row_when_the_shim_says_that_it_was_aborted() {
     for is_late in [false, true] {
         let (mut rig, incarnation) = rig();
         let turn = rig.turn(&delta("s")).inside();
         if !is_late {
-            rig.table.handle_abort(rig.now, &incarnation);
+            rig.table.handle_shim_report(
+                rig.now,
+                0,
+                ShimReport::Aborted { incarnation: &incarnation },
+            );
         }
         rig.end(&turn, Outcome::Refused);
         if is_late {
             assert_eq!(held(&rig), (1, 32), "it looks refused");
-            rig.table.handle_abort(rig.now, &incarnation);
+            rig.table.handle_shim_report(
+                rig.now,
+                0,
+                ShimReport::Aborted { incarnation: &incarnation },
+            );
         }
         assert_eq!(held(&rig), (0, 0), "late: {is_late}");
         let next = rig.turn(&delta("s")).inside();
@@ -45,7 +68,7 @@ fn a_turn_that_never_ran_keeps_what_its_session_holds() {
     // A late report of an earlier turn says nothing of a session whose next turn has run.
     let next = rig.turn(&delta("s")).inside();
     rig.end(&next, finished(33, 5));
-    rig.table.handle_abort(rig.now, &incarnation);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::Aborted { incarnation: &incarnation });
     assert_eq!(held(&rig), (1, 48));
 }
 
@@ -55,7 +78,11 @@ fn a_turn_whose_client_has_left_ends_when_the_shim_says_so() {
         let (mut rig, incarnation) = rig();
         let turn = rig.turn(&delta("s")).inside();
         if report_first {
-            rig.table.handle_abort(rig.now, &incarnation);
+            rig.table.handle_shim_report(
+                rig.now,
+                0,
+                ShimReport::Aborted { incarnation: &incarnation },
+            );
             rig.table.abandon_turn(rig.now, &turn.rid);
         } else {
             rig.table.abandon_turn(rig.now, &turn.rid);
@@ -63,7 +90,11 @@ fn a_turn_whose_client_has_left_ends_when_the_shim_says_so() {
         let next = rig.turn(&delta("s")).waits();
         assert_eq!(rig.turn(&delta("s")).error(), Error::Busy, "one may wait for that end");
         if !report_first {
-            rig.table.handle_abort(rig.now, &incarnation);
+            rig.table.handle_shim_report(
+                rig.now,
+                0,
+                ShimReport::Aborted { incarnation: &incarnation },
+            );
         }
         rig.carry_out();
         assert_eq!(rig.answer(next.clone()), Answer::Waits(next.clone()), "what was committed?");
@@ -81,7 +112,7 @@ fn a_turn_that_was_retracted_before_its_client_left_leaves_nothing_to_append_to(
     let (mut rig, incarnation) = rig();
     let turn = rig.turn(&delta("s")).inside();
     rig.table.abandon_turn(rig.now, &turn.rid);
-    rig.table.handle_abort(rig.now, &incarnation);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::Aborted { incarnation: &incarnation });
     let next = rig.turn(&delta("s")).waits();
     // The engine had committed the prompt and a part of the answer.
     seen(&mut rig, &incarnation, 36);
@@ -98,7 +129,7 @@ fn a_delta_that_counts_on_a_waiting_one_is_not_run_without_it() {
     rig.table.abandon_turn(rig.now, &given_up.rid);
     let second = rig.turn(&delta("s")).waits();
     let third = rig.turn(&delta("s")).waits();
-    rig.table.handle_abort(rig.now, &incarnation);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::Aborted { incarnation: &incarnation });
     rig.carry_out();
     seen(&mut rig, &incarnation, 25);
     let second = rig.answer(second).inside();

@@ -66,7 +66,7 @@ impl Coder {
         let prompt = if self.turns == 0 { MAIN_TOKENS } else { self.tokens + ADDED_TOKENS };
         let was_pinned = tokens_max(turn).is_some();
         if was_pinned {
-            let has = self.rig.table.get(&key("s")).unwrap().history_tokens();
+            let has = self.rig.table.sessions().get(&key("s")).unwrap().history_tokens();
             let planned = self.rig.plan(turn, Plan::Trimmed, has, prompt - has);
             assert!(has == 0 || planned == (TrimOutcome::Trimmed, self.tokens), "{planned:?}");
         }
@@ -116,7 +116,7 @@ fn a_title_pins_nothing_and_its_size_says_nothing_about_the_conversation() {
     let title = coder.title();
     assert_eq!((title.turn.run_mode, tokens_max(&title)), (Some(RunMode::Tagged), None));
     coder.title_ends(&title);
-    assert_eq!(coder.rig.table.get(&key("s")).unwrap().history_tokens(), coder.tokens);
+    assert_eq!(coder.rig.table.sessions().get(&key("s")).unwrap().history_tokens(), coder.tokens);
     let main = coder.main().inside();
     let tokens_max = tokens_max(&main).expect("it is pinned");
     assert!((MAIN_TOKENS..MAIN_TOKENS + 32 + ADDED_BYTES).contains(&tokens_max));
@@ -206,7 +206,9 @@ fn a_shortened_conversation_is_the_sessions_from_its_second_turn() {
 fn a_turn_uses_no_kv_that_is_unfit_while_a_title_runs() {
     type Spoil = fn(&mut Rig, &str);
     let cases: [(&str, Spoil); 2] = [
-        ("corrupt", |rig, incarnation| rig.table.handle_corruption(rig.now, incarnation)),
+        ("corrupt", |rig, incarnation| {
+            rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation })
+        }),
         ("the shim trims no more", |rig, _| rig.table.set_trimming(rig.now, false)),
     ];
     for (what, spoil) in cases {
@@ -215,7 +217,7 @@ fn a_turn_uses_no_kv_that_is_unfit_while_a_title_runs() {
             let main = coder.main().inside();
             coder.main_ends(&main);
         }
-        let incarnation = coder.rig.table.get(&key("s")).unwrap().incarnation.clone();
+        let incarnation = coder.rig.table.sessions().get(&key("s")).unwrap().incarnation.clone();
         let title = coder.title();
         spoil(&mut coder.rig, &incarnation);
         coder.rig.carry_out();

@@ -46,7 +46,7 @@ fn room_for_a_longer_prompt_is_not_taken_from_a_large_plain_turn() {
     rig.pin("s");
     let turn = full_history(&mut rig, &auto("s"), 300).inside();
     rig.plain(1000).inside();
-    rig.question(&turn, Plan::Refused, 900);
+    rig.question(&turn, Plan::NotTrimmed, 900);
     assert_eq!(rig.answers, [(7, None, 0)]);
 }
 
@@ -58,8 +58,8 @@ fn a_large_turn_that_runs_beside_its_session_keeps_pinned_ones_from_growing() {
     rig.runs(&first, 0, 100);
     rig.pin_holding("o", 300);
     let turn = full_history(&mut rig, &auto("s"), 460).inside();
-    rig.question(&turn, Plan::Refused, 1100);
-    rig.plan(&turn, Plan::Refused, 0, 1100);
+    rig.question(&turn, Plan::NotTrimmed, 1100);
+    rig.plan(&turn, Plan::NotTrimmed, 0, 1100);
     rig.demoted();
     let need =
         Need { prompt_tokens: 400, answer_tokens: Some(1), is_exact: true, ..Need::default() };
@@ -88,9 +88,9 @@ fn a_trimmed_turn_counts_as_the_tokens_that_are_computed() {
     let before = rig.now;
     rig.now += Duration::from_millis(1);
     let turn = full_history(&mut rig, &auto("s"), 640).inside();
-    assert!(rig.table.unsampled_prompt_tokens(0, before) <= 160 - 147);
+    assert!(rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(before)) <= 160 - 147);
     rig.plan(&turn, Plan::Trimmed, 148, 12);
-    assert_eq!(rig.table.unsampled_prompt_tokens(0, before), 160 - 147);
+    assert_eq!(rig.table.unseen_prompt_tokens(0, UnseenBy::Sample(before)), 160 - 147);
 }
 
 #[test]
@@ -131,7 +131,9 @@ fn a_requested_pin_is_kept_when_an_auto_pin_needs_room() {
     rig.pinned_by_itself("s");
     drop(full_history(&mut rig, &auto("s"), 900));
     assert!(
-        !rig.demotes.iter().any(|one| *one == rig.table.get(&key("asked")).unwrap().incarnation)
+        !rig.demotes
+            .iter()
+            .any(|one| *one == rig.table.sessions().get(&key("asked")).unwrap().incarnation)
     );
     let mut rig = trimming();
     let first = full_history(&mut rig, &auto("s"), 2300).inside();
@@ -178,14 +180,14 @@ fn a_prompt_that_can_never_run_in_its_session_runs_on_the_tree() {
             }
             if asks {
                 // The shim asks about each turn, as if each turn used another LoRA adapter.
-                rig.question(&turn, Plan::Refused, 150);
+                rig.question(&turn, Plan::NotTrimmed, 150);
                 rig.demoted();
                 rig.engine_closes();
             }
             if rig.answers.pop().is_some_and(|run| run.1.is_some()) {
                 rig.runs(&turn, 0, 150);
             } else {
-                rig.plan(&turn, Plan::Refused, 0, 0);
+                rig.plan(&turn, Plan::NotTrimmed, 0, 0);
                 rig.end(&turn, finished(150, 8));
             }
         }
@@ -231,10 +233,10 @@ fn a_late_plan_affects_only_its_own_turn() {
     let refused = full_history(&mut rig, &auto("s"), 340).inside();
     rig.end(&refused, Outcome::Refused);
     let next = full_history(&mut rig, &auto("s"), 340).inside();
-    rig.plan(&refused, Plan::Refused, 0, 110);
+    rig.plan(&refused, Plan::NotTrimmed, 0, 110);
     rig.runs(&next, 108, 118);
     assert_eq!(rig.run_modes[&next.rid], RunMode::Pinned);
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 126);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 126);
 }
 
 #[test]
@@ -311,7 +313,7 @@ fn a_pin_that_nothing_ran_in_gives_its_row_back() {
     let first = full_history(&mut rig, &auto("s"), 400).inside();
     rig.end(&first, finished(100, 8));
     let image = full_history(&mut rig, &auto("s"), 430).inside();
-    rig.plan(&image, Plan::Refused, 0, 0);
+    rig.plan(&image, Plan::NotTrimmed, 0, 0);
     rig.end(&image, finished(110, 8));
     assert_eq!(rig.table.totals(0).rows_held, 1);
     rig.wait(DEMOTE);
@@ -345,10 +347,9 @@ fn a_session_with_long_answers_is_pinned_only_with_room_for_them() {
     for (id, answer, pins) in [("short", 900, true), ("long", 30_000, true), ("too", 36_000, false)]
     {
         let claim = auto(id);
-        let key = claim.key().unwrap();
-        let first = rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
+        let first = rig.ask(Some(&claim), None, RouteTurns::FullHistories, need).inside();
         rig.end(&first, finished(100, answer));
-        let second = rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
+        let second = rig.ask(Some(&claim), None, RouteTurns::FullHistories, need).inside();
         assert_eq!(tokens_max(&second).is_some(), pins, "{id}");
         if pins {
             rig.plan(&second, Plan::Trimmed, 0, 100);
@@ -371,8 +372,7 @@ fn sessions_with_high_limits_and_short_answers_are_all_pinned() {
     let need = Need { prompt_tokens: 24_000, answer_tokens: Some(8_000), ..Need::default() };
     let ask = |rig: &mut Rig, id: &str, need: Need| {
         let claim = auto(id);
-        let key = claim.key().unwrap();
-        rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside()
+        rig.ask(Some(&claim), None, RouteTurns::FullHistories, need).inside()
     };
     let ids = ["a", "b", "c", "d"];
     for id in ids {
@@ -410,9 +410,8 @@ fn an_answer_that_ignores_its_end_reserves_its_whole_limit() {
         rig.end(&first, finished(100, 8));
         let need = Need { prompt_tokens: 400, answer_tokens: Some(8_000), ..Need::default() };
         let claim = auto(id);
-        let key = claim.key().unwrap();
         let need = Need { ignores_eos, ..need };
-        let turn = rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
+        let turn = rig.ask(Some(&claim), None, RouteTurns::FullHistories, need).inside();
         let prompt = tokens_max(&turn).unwrap();
         assert_eq!(turn.turn.growth_tokens_max, Some(prompt + reserved), "{id}");
         rig.plan(&turn, Plan::Trimmed, 0, 100);

@@ -24,13 +24,13 @@ fn a_session_gives_its_kv_up_when_it_is_told_to_and_goes_on() {
     let (mut rig, incarnation) = rig_with_session();
     assert_eq!(rig.demote(), Ok(false), "it was idle for no time at all");
     assert_eq!(rig.demotes, [incarnation.as_str()]);
-    assert_eq!(rig.table.demotion_result(&key("s")), None);
+    assert_eq!(rig.table.sessions().demotion_result(&key("s")), None);
     assert_eq!(rig.demote(), Ok(false), "the second call waits for the same answer");
     assert_eq!(rig.demotes.len(), 1);
     rig.answer_demotion(&incarnation, true);
     let counted = Effect::SessionEvent(key("s"), SessionEvent::Demoted);
     assert!(rig.table.take_effects().contains(&counted));
-    assert_eq!(rig.table.demotion_result(&key("s")), Some(Ok(())));
+    assert_eq!(rig.table.sessions().demotion_result(&key("s")), Some(Ok(())));
     let totals = rig.table.totals(0);
     assert_eq!((totals.rows_held, totals.pinned_tokens), (0, 0));
     assert_eq!(rig.demote(), Ok(true), "it is demoted already");
@@ -51,7 +51,7 @@ fn a_turn_that_comes_meanwhile_waits_and_then_goes_on() {
         let turn = rig.answer(waiting).inside();
         assert_eq!(turn.incarnation(), incarnation);
         rig.end(&turn, finished(609, 8));
-        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 617);
+        assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 617);
     }
 }
 
@@ -70,14 +70,14 @@ fn a_session_that_can_not_be_demoted_stays_as_it_is_and_the_error_says_why() {
     assert_eq!(rig.demote(), Err(Error::NotPinned(Retention::Tagged)));
     rig.close("s").unwrap();
     let incarnation = rig.pin_holding("s", 20);
-    rig.table.handle_corruption(rig.now, &incarnation);
+    rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation: &incarnation });
     assert_eq!(rig.demote(), Err(Error::KvCorrupt));
     rig.close("s").unwrap();
 
     rig.pin_holding("s", 20);
     for can_demote in [false, true] {
         if can_demote {
-            rig.table.handle_shim_down(rig.now, 0);
+            rig.table.handle_shim_report(rig.now, 0, ShimReport::Down);
         } else {
             rig.shim_up(false);
         }
@@ -93,7 +93,7 @@ fn a_session_that_the_shim_refuses_to_demote_stays_open() {
     rig.demote().unwrap();
     rig.answer_demotion(&incarnation, false);
     rig.carry_out();
-    assert_eq!(rig.table.demotion_result(&key("s")), Some(Err(Error::DemotionRefused)));
+    assert_eq!(rig.table.sessions().demotion_result(&key("s")), Some(Err(Error::DemotionRefused)));
     assert_eq!(rig.table.totals(0).pinned_tokens, 608);
     assert_eq!(rig.closes, []);
     rig.wait(IDLE);
@@ -102,11 +102,11 @@ fn a_session_that_the_shim_refuses_to_demote_stays_open() {
     let (mut rig, _) = rig_with_session();
     rig.demote().unwrap();
     rig.wait(Duration::from_secs(5));
-    let result = rig.table.demotion_result(&key("s"));
+    let result = rig.table.sessions().demotion_result(&key("s"));
     assert_eq!(result, Some(Err(Error::Reclaimed)), "nobody knows what the silent shim did");
     assert_eq!(rig.closes.len(), 1);
     rig.close("s").unwrap();
-    assert_eq!(rig.table.demotion_result(&key("s")), Some(Err(Error::UnknownSession)));
+    assert_eq!(rig.table.sessions().demotion_result(&key("s")), Some(Err(Error::UnknownSession)));
 }
 
 #[test]

@@ -63,7 +63,7 @@ fn an_open_that_may_have_happened_is_closed() {
 #[test]
 fn nothing_reaches_the_engine_before_the_journal() {
     let mut rig = Rig::new();
-    rig.table.open_session(rig.now, "r", &key("s"), Some(Retention::Pinned), None, None).unwrap();
+    rig.table.open_session(rig.now, "r", &opens(key("s"), Retention::Pinned)).unwrap();
     let effects = rig.table.take_effects();
     let at = |find: fn(&Effect) -> bool| effects.iter().position(find).unwrap();
     let journal = at(|effect| matches!(effect, Effect::Journal(Record::Opening { .. })));
@@ -89,7 +89,7 @@ fn a_lost_turn_and_corrupt_pages_are_forgotten_with_their_engine() {
     assert_eq!(rig.inspections, [Some(turn.rid)], "the turn may still run");
     let corrupt = rig.pin("corrupt");
     let turn = trim::full_history(&mut rig, &pinned("corrupt"), 400).inside();
-    rig.table.handle_corruption(rig.now, &corrupt);
+    rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation: &corrupt });
     rig.engine_restarts(engine(1));
     rig.end(&turn, Outcome::Lost);
     rig.shim_up(true);
@@ -109,11 +109,11 @@ fn a_tagged_session_whose_engine_is_lost_while_its_turn_arrives_is_not_pinned() 
     let mut rig = Rig::new();
     rig.open("s", Some(Retention::Tagged)).unwrap();
     let claim = Claim::for_session(&key("s"));
-    let claimed = Some((&claim, &key("s")));
-    rig.table.claim(rig.now, "r", "p", claimed, None, RouteTurns::DeltasAndHistories).unwrap();
+    let request = claims(&claim, RouteTurns::DeltasAndHistories);
+    rig.table.claim(rig.now, "r", &request).unwrap();
     rig.engine_restarts(engine(1));
     rig.table.set_trimming(rig.now, true);
-    rig.table.admit(rig.now, "r", Need { prompt_tokens: 8, ..Need::default() });
+    rig.table.enqueue(rig.now, "r", Need { prompt_tokens: 8, ..Need::default() });
     rig.carry_out();
     let turn = rig.answer("r".into()).inside();
     assert_eq!(turn.turn.session.unwrap().retention, Retention::Tagged);
@@ -124,7 +124,7 @@ fn a_tagged_session_whose_engine_is_lost_while_its_turn_arrives_is_not_pinned() 
 #[test]
 fn what_an_earlier_agent_left_is_closed_before_anything_is_pinned() {
     let mut rig = Rig::new();
-    rig.table.inherit_incarnation(rig.now, "berth-a-0-7".into(), 0, Some("r".into()));
+    rig.inherit("berth-a-0-7", Some("r"));
     rig.carry_out();
     let close = CloseRequest {
         incarnation: "berth-a-0-7".into(),
@@ -173,7 +173,7 @@ fn the_shim_names_sessions_of_others() {
     rig.pin("a");
     rig.pin("b");
     assert!(is_short(&rig.open("c", Some(Retention::Pinned)).unwrap_err(), Code::Rows));
-    rig.table.handle_session_gone(rig.now, 0, "someone");
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::SessionGone { id: "someone" });
     rig.pin("c");
 }
 
@@ -216,8 +216,8 @@ fn idle_time_counts_from_the_end_of_a_turn() {
 
 #[test]
 fn no_idle_time_is_too_long() {
-    let mut rig = Rig::new();
-    rig.table.settings.shares.idle_cap = Duration::from_secs(365 * 86_400);
+    let idle_cap = Duration::from_secs(365 * 86_400);
+    let mut rig = Rig::with_settings(|settings| settings.shares.idle_cap = idle_cap);
     let claim = Claim { idle_ms_max: Some(u64::MAX), ..Claim::for_session(&key("s")) };
     let turn = rig.turn(&claim).inside();
     rig.end(&turn, finished(20, 5));
@@ -230,7 +230,7 @@ fn no_idle_time_is_too_long() {
 fn an_engine_that_comes_back_smaller_keeps_no_session_on_a_rank_it_lost() {
     let mut rig = Rig::with(settings(), engine(2));
     let claim = Claim::for_session(&key("s"));
-    let on_second = Some((&claim, &key("s")));
+    let on_second = Some(&claim);
     let need = Need::default();
     let turn = rig.ask(on_second, Some(1), RouteTurns::DeltasAndHistories, need).inside();
     rig.engine_restarts(engine(1));
@@ -294,5 +294,5 @@ fn a_drain_refuses_what_waits_and_closes_what_is_open() {
     inside.iter().for_each(|turn| rig.end(turn, Outcome::Finished(None)));
     rig.engine_closes();
     assert_eq!(rig.table.totals(0), RankTotals::default());
-    assert_eq!(rig.table.pending_count(), 0);
+    assert_eq!(rig.table.unfinished().closes, 0);
 }

@@ -64,7 +64,7 @@ pub(super) fn successor(old: &Rig, engine: EngineCapacity, is_same_engine: bool)
 fn shim_reports(rig: &mut Rig, old: &Rig) {
     rig.shim_up(true);
     rig.carry_out();
-    for (_, session) in old.table.iter() {
+    for (_, session) in old.table.sessions().iter() {
         let report = SessionReport {
             id: session.incarnation.clone(),
             holds_row: session.state.row().is_some_and(|row| row.resident_tokens > 0),
@@ -85,10 +85,10 @@ fn the_parent_stays_known_through_turns_that_name_none_and_to_the_next_process()
     for claim in [first, Claim::for_session(&key("s"))] {
         let turn = old.turn(&claim).inside();
         old.end(&turn, finished(9, 1));
-        assert_eq!(old.table.get(&key("s")).unwrap().parent(), parent);
+        assert_eq!(old.table.sessions().get(&key("s")).unwrap().parent(), parent);
     }
     let rig = successor(&old, engine(1), true);
-    assert_eq!(rig.table.get(&key("s")).unwrap().parent(), parent);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().parent(), parent);
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_confirmed_session_goes_on_and_a_turn_waits_for_that() {
     assert_eq!(turn.incarnation(), incarnation);
     assert!(rig.closes.is_empty());
     rig.end(&turn, finished(33, 1));
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished(), 2);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().turns_finished(), 2);
 }
 
 #[test]
@@ -121,7 +121,11 @@ fn what_is_not_confirmed_is_closed_and_its_client_told() {
                 rig.shim_up(true);
                 rig.carry_out();
                 let (number, _) = rig.shim_requests[0];
-                rig.table.handle_inspection(rig.now, 0, number, None);
+                rig.table.handle_shim_report(
+                    rig.now,
+                    0,
+                    ShimReport::Inspection { number, report: None },
+                );
                 rig.carry_out();
             }
             "other history" => {
@@ -159,8 +163,25 @@ fn a_process_with_less_room_keeps_what_fits_and_closes_the_rest() {
     let mut rig = successor(&old, small, true);
     shim_reports(&mut rig, &old);
     assert_eq!(rig.closes.len(), 1);
-    assert!(rig.table.get(&key("new")).unwrap().state.is_open(), "the one used last");
+    assert!(rig.table.sessions().get(&key("new")).unwrap().state.is_open(), "the one used last");
     assert_eq!(rig.turn(&delta("old")).error(), Error::Reclaimed);
+}
+
+#[test]
+fn a_tree_of_older_weights_takes_no_pin_after_a_hand_over_either() {
+    let mut rig = Rig::new();
+    rig.pin_holding("s", 31);
+    let turn = rig.plain(8).inside();
+    rig.end(&turn, Outcome::Finished(None));
+    let change = KvChange::Weights { is_counted: true, was_flushed: false };
+    rig.table.handle_kv_change(rig.now, change);
+    let sessions = rig.table.hand_over(rig.now);
+    assert!(!sessions.is_empty());
+    let mut next = Rig::new();
+    let legacy = Legacy { sessions, is_same_engine: true, ..Legacy::default() };
+    next.table.take_over(next.now, legacy);
+    next.carry_out();
+    assert_eq!(next.open("other", Some(Retention::Pinned)).unwrap_err(), Error::CacheOutdated);
 }
 
 #[test]
@@ -174,7 +195,7 @@ fn a_second_hand_over_says_what_the_first_one_said() {
         }
         old.table.begin_handover(old.now);
         old.carry_out();
-        let inside: Vec<String> = old.table.rids_inside().map(str::to_owned).collect();
+        let inside: Vec<String> = old.table.queue().rids_inside().map(str::to_owned).collect();
         for rid in inside {
             old.table.end_turn(old.now, &rid, Outcome::Aborted);
         }
@@ -194,9 +215,10 @@ fn a_second_hand_over_says_what_the_first_one_said() {
             text.replace(r#"{"open":{"resident_tokens":0}}"#, r#"{"demoted":{}}"#)
         };
         assert_eq!(told(&rig), told(&old), "seed {seed}");
-        let open = |rig: &Rig| rig.table.iter().map(|(key, _)| key.clone()).collect::<Vec<_>>();
+        let open =
+            |rig: &Rig| rig.table.sessions().iter().map(|(key, _)| key.clone()).collect::<Vec<_>>();
         assert_eq!(open(&rig), open(&old), "seed {seed}");
-        for (_, session) in rig.table.iter() {
+        for (_, session) in rig.table.sessions().iter() {
             let is_closing = rig.closes.iter().any(|c| c.incarnation == session.incarnation);
             assert!(!is_closing, "seed {seed}: an open session is being closed");
         }
@@ -213,10 +235,12 @@ fn act(rig: &mut Rig, random: &mut fastrand::Rng) {
         3 => rig.wait(Duration::from_millis(random.u64(..2_000))),
         4 => rig.engine_closes(),
         _ => {
-            let history = rig.table.get(&key(id)).map_or(0, |session| session.history_tokens());
+            let history =
+                rig.table.sessions().get(&key(id)).map_or(0, |session| session.history_tokens());
             let claim = if random.bool() { delta(id) } else { Claim::for_session(&key(id)) };
             let Answer::In(turn) = rig.turn(&claim) else { return };
-            let runs_pinned = rig.table.get(&key(id)).is_some_and(|session| session.is_pinned());
+            let runs_pinned =
+                rig.table.sessions().get(&key(id)).is_some_and(|session| session.is_pinned());
             let before = if runs_pinned { history } else { 0 };
             let outcome = match random.u32(..4) {
                 0 => Outcome::Aborted,
@@ -261,7 +285,7 @@ fn a_taken_over_session_of_an_adapter_that_is_gone_is_closed_and_its_client_told
     let mut old = Rig::new();
     let incarnation = old.pin_with("s", KvIdentity::new(Some("sql"), None, None));
     let mut rig = successor(&old, engine(1), true);
-    rig.table.handle_adapters(rig.now, &["code".to_owned()]);
+    rig.table.handle_kv_change(rig.now, KvChange::Adapters(&["code".to_owned()]));
     rig.carry_out();
     assert_eq!(rig.closes[0].incarnation, incarnation);
     assert_eq!(rig.delta_with("s", KvIdentity::NONE).error(), Error::AdapterChanged);

@@ -32,12 +32,11 @@ impl Rig {
     /// Sends a full history of `bytes` bytes with this identity.
     fn history_with(&mut self, claim: &Claim, bytes: u64, kv: KvIdentity) -> Answer {
         let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), kv, ..Need::default() };
-        let key = claim.key().unwrap();
-        self.ask(Some((claim, &key)), None, RouteTurns::FullHistories, need)
+        self.ask(Some(claim), None, RouteTurns::FullHistories, need)
     }
 
     fn load_adapter(&mut self, name: Option<&str>) {
-        self.table.handle_adapter_changed(self.now, name);
+        self.table.handle_kv_change(self.now, KvChange::Adapter(name));
         self.carry_out();
     }
 }
@@ -50,7 +49,7 @@ fn a_delta_of_another_adapter_or_salt_is_refused_and_the_session_goes_on() {
         let mut rig = Rig::new();
         let incarnation = rig.pin_with("s", salted("a"));
         assert_eq!(rig.delta_with("s", other).error(), Error::OtherKv, "{other:?}");
-        let session = rig.table.get(&key("s")).unwrap();
+        let session = rig.table.sessions().get(&key("s")).unwrap();
         assert_eq!((session.history_tokens(), session.turns_finished()), (32, 1));
         let turn = rig.delta_with("s", salted("a")).inside();
         assert_eq!(turn.incarnation(), incarnation);
@@ -81,8 +80,7 @@ fn a_session_begun_by_a_turn_that_does_not_say_its_salt_takes_no_delta() {
 
 #[test]
 fn deltas_behind_one_that_is_refused_are_told_that_it_was() {
-    let mut rig = Rig::new();
-    rig.table.settings.turns_queued_per_session_max = 2;
+    let mut rig = Rig::with_settings(|settings| settings.turns_queued_per_session_max = 2);
     rig.pin_with("s", salted("a"));
     let running = rig.delta_with("s", salted("a")).inside();
     let other = rig.delta_with("s", salted("b")).waits();
@@ -111,7 +109,7 @@ fn a_full_history_of_another_salt_gets_a_new_incarnation_which_then_has_its_kv()
     rig.runs(&first, 0, 31);
     let other = rig.history_with(&opening, 60, salted("b")).inside();
     // The prompt has more tokens than were reserved too, but more room alone doesn't help it.
-    rig.question(&other, Plan::Refused, 80);
+    rig.question(&other, Plan::NotTrimmed, 80);
     rig.demoted();
     rig.engine_closes();
     assert_eq!(rig.runs(&other, 0, 80), TrimOutcome::Reopened);
@@ -128,7 +126,7 @@ fn a_long_history_gets_more_room_unless_its_kv_is_known_to_be_another() {
     rig.runs(&first, 0, 31);
     assert_eq!(rig.delta_with("s", salted("a")).error(), Error::OtherKv);
     let next = rig.history_with(&auto("s"), 60, salted("a")).inside();
-    rig.question(&next, Plan::Refused, 80);
+    rig.question(&next, Plan::NotTrimmed, 80);
     assert_eq!(rig.answers.pop(), Some((7, Some(first.incarnation().to_owned()), 80)));
     assert_eq!(rig.runs(&next, 39, 80), TrimOutcome::Trimmed);
     // The shim has compared them, so it is known now.
@@ -143,7 +141,7 @@ fn a_full_history_of_another_salt_does_not_replace_what_deltas_rely_on() {
     let reported = trim::trim_plan(
         turn.rid.clone(),
         turn.incarnation().to_owned(),
-        Plan::Refused,
+        Plan::NotTrimmed,
         [0, 0, 0, 900],
     );
     rig.table.handle_plan(rig.now, &reported);
@@ -161,7 +159,7 @@ fn a_session_that_the_agent_pins_anew_has_the_kv_of_its_newest_life() {
     rig.end(&first, finished(100, 8));
     let second = rig.history_with(&auto("s"), 430, salted("b")).inside();
     rig.runs(&second, 0, 140);
-    assert_eq!(rig.table.get(&key("s")).unwrap().history.kv, Some(salted("b")));
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history.kv, Some(salted("b")));
 }
 
 #[test]
@@ -224,10 +222,10 @@ fn a_call_that_may_mean_any_adapter_closes_the_sessions_of_each_and_no_others() 
 fn an_adapter_that_is_no_longer_listed_closes_its_sessions() {
     let mut rig = Rig::new();
     rig.pin_with("s", adapted("sql"));
-    rig.table.handle_adapters(rig.now, &["code".to_owned(), "sql".to_owned()]);
+    rig.table.handle_kv_change(rig.now, KvChange::Adapters(&["code".to_owned(), "sql".to_owned()]));
     rig.carry_out();
     assert!(rig.closes.is_empty());
-    rig.table.handle_adapters(rig.now, &["code".to_owned()]);
+    rig.table.handle_kv_change(rig.now, KvChange::Adapters(&["code".to_owned()]));
     rig.carry_out();
     assert_eq!(rig.delta_with("s", adapted("sql")).error(), Error::AdapterChanged);
 }

@@ -51,7 +51,7 @@ fn rig_in(state: &str) -> Rig {
     match state {
         "planned" => {
             // Nothing is pinned before the sessions of an earlier agent process are closed.
-            rig.table.inherit_incarnation(rig.now, "berth-a-0-1".into(), 0, None);
+            rig.inherit("berth-a-0-1", None);
             rig.open("s", Some(Retention::Pinned)).unwrap();
         }
         "opening" => {
@@ -81,7 +81,11 @@ fn rig_in(state: &str) -> Rig {
             rig.open("d", Some(Retention::Pinned)).unwrap();
         }
         "asked" => drop(rig.table.demote_session(rig.now, &key("s"))),
-        "gone" => rig.table.handle_session_gone(rig.now, 0, &incarnation_of(&rig)),
+        "gone" => rig.table.handle_shim_report(
+            rig.now,
+            0,
+            ShimReport::SessionGone { id: &incarnation_of(&rig) },
+        ),
         _ => {}
     }
     if state == "closing" {
@@ -108,25 +112,27 @@ fn apply(event: &str, rig: &mut Rig) {
         "expected" => report(rig, 25),
         "unexpected" => report(rig, 26),
         "shim silent" => rig.table.run_deadlines(now + Duration::from_secs(5)),
-        "shim down" => rig.table.handle_shim_down(now, 0),
+        "shim down" => rig.table.handle_shim_report(now, 0, ShimReport::Down),
         "demote" => drop(rig.table.demote_session(now, &key("s"))),
         "close" => drop(rig.table.close_session(now, &key("s"))),
         "idle limit" => rig.table.run_deadlines(now + IDLE),
         "engine lost" => rig.table.handle_engine_lost(now, engine(1)),
-        "corrupt" => rig.table.handle_corruption(now, &incarnation),
+        "corrupt" => {
+            rig.table.handle_kv_change(now, KvChange::Corrupt { incarnation: &incarnation })
+        }
         other => panic!("no such event: {other}"),
     }
 }
 
 fn incarnation_of(rig: &Rig) -> String {
-    rig.table.get(&key("s")).unwrap().incarnation.clone()
+    rig.table.sessions().get(&key("s")).unwrap().incarnation.clone()
 }
 
 fn run_turn(rig: &mut Rig, claim: &Claim) {
-    let claimed = Some((claim, &key("s")));
-    if rig.table.claim(rig.now, "new", "p", claimed, None, RouteTurns::DeltasAndHistories).is_ok() {
+    let request = claims(claim, RouteTurns::DeltasAndHistories);
+    if rig.table.claim(rig.now, "new", &request).is_ok() {
         let need = Need { prompt_tokens: 8, answer_tokens: Some(8), ..Need::default() };
-        rig.table.admit(rig.now, "new", need);
+        rig.table.enqueue(rig.now, "new", need);
     } else {
         let error = Error::UnknownSession;
         rig.table.effects.push(Effect::Refused { rid: "new".into(), error });
@@ -134,7 +140,7 @@ fn run_turn(rig: &mut Rig, claim: &Claim) {
 }
 
 fn end_turn(rig: &mut Rig, outcome: Outcome) {
-    let rid = rig.table.rids_inside().next().map(str::to_owned);
+    let rid = rig.table.queue().rids_inside().next().map(str::to_owned);
     rig.table.end_turn(rig.now, &rid.unwrap_or_default(), outcome);
 }
 
@@ -157,7 +163,7 @@ fn report(rig: &mut Rig, history_tokens: u64) {
 }
 
 fn state_of(rig: &Rig) -> &'static str {
-    let Some(session) = rig.table.get(&key("s")) else { return "removed" };
+    let Some(session) = rig.table.sessions().get(&key("s")) else { return "removed" };
     match session.state {
         State::Planned => "planned",
         State::Opening(_) => "opening",
@@ -219,7 +225,8 @@ fn each_event_leads_each_state_where_the_doc_says() {
             assert_eq!(state_of(&rig), state, "the rig is in another state");
             let before = incarnation_of(&rig);
             apply(event, &mut rig);
-            let after = rig.table.get(&key("s")).map(|session| session.incarnation.clone());
+            let after =
+                rig.table.sessions().get(&key("s")).map(|session| session.incarnation.clone());
             let incarnations: Vec<String> = after.into_iter().chain([before]).collect();
             let mut parts = vec![];
             if state_of(&rig) != state {

@@ -46,20 +46,20 @@ impl Rig {
 
 #[test]
 fn a_full_history_that_differs_is_refused_where_deltas_are_taken_and_changes_nothing() {
-    for (plan, at) in [(Plan::Diverged, 20), (Plan::Diverged, 32), (Plan::Refused, 0)] {
+    for (plan, at) in [(Plan::Diverged, 20), (Plan::Diverged, 32), (Plan::NotTrimmed, 0)] {
         let mut rig = appended_to();
-        let before = rig.table.get(&key("s")).unwrap().clone();
+        let before = rig.table.sessions().get(&key("s")).unwrap().clone();
         let other = full_history(&mut rig, &auto("s"), 100).inside();
         assert!(must_continue(&other));
         let error = rig.refused_by_shim(&other, plan, at, 30);
         assert!(matches!(error, Error::NotContinued { .. }), "{error}");
-        let after = rig.table.get(&key("s")).unwrap();
+        let after = rig.table.sessions().get(&key("s")).unwrap();
         assert_eq!(after.incarnation, before.incarnation);
         assert_eq!(after.history_tokens(), before.history_tokens());
         assert_eq!((rig.demotes.len(), rig.inspections.len(), rig.closes.len()), (0, 0, 0));
         let next = rig.turn(&delta("s")).inside();
         rig.end(&next, finished(40, 8));
-        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 48, "it goes on");
+        assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 48, "it goes on");
     }
 }
 
@@ -88,16 +88,19 @@ fn a_full_history_that_continues_a_session_of_deltas_runs_in_it() {
     rig.end(&next, finished(56, 8));
     let again = full_history(&mut rig, &auto("s"), 200).inside();
     assert!(must_continue(&again), "it has taken deltas still");
-    assert!(!rig.table.get(&key("s")).unwrap().sends_full_histories(), "it can't go on elsewhere");
+    assert!(
+        !rig.table.sessions().get(&key("s")).unwrap().sends_full_histories(),
+        "it can't go on elsewhere"
+    );
 }
 
 #[test]
 fn a_full_history_that_has_no_room_in_a_session_of_deltas_is_told_so() {
     let mut rig = appended_to();
     let large = full_history(&mut rig, &auto("s"), 1100).inside();
-    rig.question(&large, Plan::Refused, 1050);
+    rig.question(&large, Plan::NotTrimmed, 1050);
     assert_eq!(rig.answers.pop(), Some((7, None, 0)));
-    let error = rig.refused_by_shim(&large, Plan::Refused, 0, 1050);
+    let error = rig.refused_by_shim(&large, Plan::NotTrimmed, 0, 1050);
     assert!(is_short(&error, Code::PinTokens), "{error}");
     let again = full_history(&mut rig, &auto("s"), 1100).error();
     assert!(matches!(again, Error::TooLarge { .. }), "it never fits: {again}");
@@ -108,7 +111,7 @@ fn a_full_history_that_has_no_room_in_a_session_of_deltas_is_told_so() {
 fn the_last_turn_of_a_session_of_deltas_gets_room_too() {
     let mut rig = appended_to();
     let last = full_history(&mut rig, &Claim { close: true, ..auto("s") }, 100).inside();
-    rig.question(&last, Plan::Refused, 60);
+    rig.question(&last, Plan::NotTrimmed, 60);
     let (_, incarnation, tokens_max) = rig.answers.pop().unwrap();
     assert_eq!((incarnation.as_deref(), tokens_max), (Some(last.incarnation()), 60));
     assert_eq!(rig.runs(&last, 32, 60), TrimOutcome::Trimmed);
@@ -124,7 +127,7 @@ fn a_client_that_reopens_a_session_with_a_full_history_may_append_to_it() {
     rig.reopens(&opening());
     let next = rig.turn(&delta("s")).inside();
     rig.end(&next, finished(46, 8));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 54);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 54);
     let again = rig.turn(&Claim { open: true, ..delta("s") }).error();
     assert_eq!(code_of(again), Code::SessionOpen);
 }
@@ -142,6 +145,23 @@ fn who_only_opened_a_session_hears_of_it_when_another_clients_history_began_it()
         let mut rig = trimming();
         rig.table.set_trimming(rig.now, trims);
         rig.pin("s");
+        let other = whole_by_generate(&mut rig, &auto("s"), 30).inside();
+        if trims {
+            rig.plan(&other, Plan::Trimmed, 0, 30);
+        }
+        rig.end(&other, finished(30, 8));
+        assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen, "trims: {trims}");
+    }
+}
+
+#[test]
+fn a_client_whose_first_delta_failed_hears_of_it_when_another_clients_history_began_the_session() {
+    for trims in [true, false] {
+        let mut rig = trimming();
+        rig.table.set_trimming(rig.now, trims);
+        rig.pin("s");
+        let failed = rig.turn(&delta("s")).inside();
+        rig.end(&failed, Outcome::Refused);
         let other = whole_by_generate(&mut rig, &auto("s"), 30).inside();
         if trims {
             rig.plan(&other, Plan::Trimmed, 0, 30);
@@ -180,7 +200,7 @@ fn a_session_that_a_full_history_began_takes_no_delta() {
     // agent.
     let mut rig = trimming();
     let began = full_history(&mut rig, &pinned("s"), 90).inside();
-    assert_eq!(rig.table.get(&key("s")).unwrap().turns_finished(), 0);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().turns_finished(), 0);
     rig.runs(&began, 0, 30);
     assert_eq!(rig.turn(&delta("s")).error(), Error::DeltaNeedsOpen);
     let on = full_history(&mut rig, &opening(), 120).inside();
@@ -195,8 +215,8 @@ fn a_session_of_deltas_that_is_gone_is_not_begun_anew_by_a_full_history() {
         if why == Error::Lost {
             rig.engine_restarts(engine(1));
         } else {
-            let incarnation = rig.table.get(&key("s")).unwrap().incarnation.clone();
-            rig.table.handle_corruption(rig.now, &incarnation);
+            let incarnation = rig.table.sessions().get(&key("s")).unwrap().incarnation.clone();
+            rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation: &incarnation });
             rig.carry_out();
         }
         assert_eq!(full_history(&mut rig, &auto("s"), 100).error(), why);

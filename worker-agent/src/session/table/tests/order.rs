@@ -16,10 +16,8 @@ const SMALL: Need = Need {
 
 fn claim(rig: &mut Rig, claim: &Claim) -> String {
     let rid = rig.rid();
-    let key = claim.key().unwrap();
-    rig.table
-        .claim(rig.now, &rid, "p", Some((claim, &key)), None, RouteTurns::DeltasAndHistories)
-        .unwrap();
+    let request = claims(claim, RouteTurns::DeltasAndHistories);
+    rig.table.claim(rig.now, &rid, &request).unwrap();
     rid
 }
 
@@ -31,9 +29,9 @@ fn turns_of_one_session_run_in_the_order_they_were_claimed() {
     let first = claim(&mut rig, &delta("s"));
     let second = claim(&mut rig, &delta("s"));
     // The body of the first turn is still being read.
-    rig.table.admit(rig.now, &second, SMALL);
+    rig.table.enqueue(rig.now, &second, SMALL);
     rig.carry_out();
-    rig.table.admit(rig.now, &first, SMALL);
+    rig.table.enqueue(rig.now, &first, SMALL);
     rig.carry_out();
     assert!(rig.admitted.contains_key(&first), "the later delta overtook the earlier one");
 }
@@ -75,7 +73,7 @@ fn what_was_estimated_of_others_is_over_when_a_shim_names_them() {
     assert_eq!(rig.table.totals(0).foreign_tokens, 500);
     rig.shim_up(true);
     let part = TablePart { begins_table: true, ends_table: true };
-    rig.table.handle_session_reports(rig.now, 0, part, &[]);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::Sessions { part, reports: &[] });
     rig.now += Duration::from_secs(1);
     rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     assert_eq!(rig.table.totals(0).foreign_tokens, 0);
@@ -96,19 +94,23 @@ fn only_the_answer_to_its_own_request_ends_a_demotion() {
     rig.pin("c");
     rig.wait(DEMOTE);
     rig.now += Duration::from_millis(1);
-    let _ = rig.table.open_session(rig.now, "o", &key("d"), Some(Retention::Pinned), None, None);
+    let _ = rig.table.open_session(rig.now, "o", &opens(key("d"), Retention::Pinned));
     rig.carry_out();
 
     let id = rig.demotes[0].clone();
-    let who = rig.table.session_key(&id).unwrap().clone();
+    let who = rig.table.sessions().key_of(&id).unwrap().clone();
     let is_demoting =
-        |rig: &Rig| matches!(rig.table.get(&who).unwrap().state, State::Demoting { .. });
+        |rig: &Rig| matches!(rig.table.sessions().get(&who).unwrap().state, State::Demoting { .. });
     // A report may describe the session before its first turn.
     rig.report(&without_kv(id.clone(), 21), true);
-    rig.table.handle_demotion(rig.now, 0, 1_000, true);
+    rig.table.handle_shim_report(
+        rig.now,
+        0,
+        ShimReport::Demotion { number: 1_000, is_demoted: true },
+    );
     assert!(is_demoting(&rig), "neither of these is the answer");
     rig.answer_demotion(&id, true);
-    assert_eq!(rig.table.get(&who).unwrap().state, State::Demoted);
+    assert_eq!(rig.table.sessions().get(&who).unwrap().state, State::Demoted);
 }
 
 #[test]
@@ -116,13 +118,13 @@ fn opens_are_bounded_too() {
     let mut rig = Rig::new();
     rig.opens = Some(vec![]);
     let refused = (0..100).filter(|_| rig.open("s", Some(Retention::Pinned)).is_err()).count();
-    assert!(refused > 0, "{} wait, 4 may", rig.table.tickets.queue().len());
+    assert!(refused > 0, "{} wait, 4 may", rig.table.totals(0).turns_queued);
 }
 
 #[test]
 fn a_close_asked_twice_is_counted_once() {
     let mut rig = Rig::new();
-    rig.table.inherit_incarnation(rig.now, "berth-a-0-1".into(), 0, None);
+    rig.inherit("berth-a-0-1", None);
     rig.table.handle_open_result(rig.now, "berth-a-0-1", &OpenResult::Unknown("lost".into()));
     rig.carry_out();
     rig.engine_closes();
@@ -147,10 +149,24 @@ fn a_session_that_someone_else_closed_is_not_appended_to() {
     let mut rig = Rig::new();
     rig.shim_up(true);
     let id = rig.pin_holding("s", 20);
-    rig.table.handle_session_gone(rig.now, 0, &id);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::SessionGone { id: &id });
     rig.carry_out();
     assert_eq!(rig.table.totals(0).rows_held, 0);
     assert!(!matches!(rig.turn(&delta("s")), Answer::In(_)));
+}
+
+#[test]
+fn a_turn_that_waits_learns_at_once_that_someone_else_closed_its_session() {
+    let mut rig = Rig::new();
+    rig.shim_up(true);
+    let id = rig.pin_holding("s", 20);
+    for _ in 0..6 {
+        rig.plain(8).inside();
+    }
+    let rid = rig.turn(&delta("s")).waits();
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::SessionGone { id: &id });
+    rig.carry_out();
+    assert!(rig.refused.contains_key(&rid));
 }
 
 #[test]
@@ -172,7 +188,7 @@ fn claims_spread_over_ranks_before_their_bodies_are_there() {
         let claim_ = Claim::for_session(&key(&format!("s{n}")));
         claim(&mut rig, &claim_);
     }
-    let on_0 = rig.table.iter().filter(|(_, one)| one.dp_rank == 0).count();
+    let on_0 = rig.table.sessions().iter().filter(|(_, one)| one.dp_rank == 0).count();
     assert_eq!(on_0, 5);
 }
 
@@ -234,7 +250,7 @@ fn a_verified_session_has_no_lost_turn() {
     // The turn was aborted, so the engine has given the row back.
     rig.answer_inspection(&without_kv(id, 21));
     rig.carry_out();
-    assert_eq!(rig.table.get(&key("s")).unwrap().state.lost_rid(), None);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().state.lost_rid(), None);
     assert_eq!(rig.table.totals(0).rows_held, 0);
 }
 
@@ -253,9 +269,9 @@ fn nothing_runs_on_kv_that_an_audit_found_corrupt() {
     let (idle, busy) = (rig.pin_holding("idle", 20), rig.pin_holding("busy", 20));
     let turn = rig.turn(&delta("busy")).inside();
     let next = rig.turn(&delta("busy")).waits();
-    rig.table.handle_corruption(rig.now, "nobody-1");
-    rig.table.handle_corruption(rig.now, &idle);
-    rig.table.handle_corruption(rig.now, &busy);
+    rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation: "nobody-1" });
+    rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation: &idle });
+    rig.table.handle_kv_change(rig.now, KvChange::Corrupt { incarnation: &busy });
     rig.carry_out();
     let closed: Vec<&str> = rig.closes.iter().map(|close| close.incarnation.as_str()).collect();
     assert_eq!(closed, [idle.as_str()], "a turn that runs ends first");

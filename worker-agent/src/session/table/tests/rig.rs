@@ -1,16 +1,20 @@
 //! A test rig: a session table, an obedient engine, and short methods for what clients do.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::Duration,
+};
 
 use contract::load::{Retention, VolatilePrefix};
 
 use super::*;
+use crate::session::{ClaimRequest, OpenRequest, journal::OpenIncarnation};
 
 /// An admitted turn.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Inside {
     pub(super) rid: String,
-    pub(super) turn: Turn,
+    pub(super) turn: PlannedTurn,
 }
 
 impl Inside {
@@ -65,7 +69,7 @@ pub(super) struct Rig {
     pub(super) shim_requests: Vec<(u64, String)>,
     pub(super) journal: Vec<Record>,
     /// Turns and opens that left the queue for the engine.
-    pub(super) admitted: HashMap<String, Turn>,
+    pub(super) admitted: HashMap<String, PlannedTurn>,
     pub(super) refused: HashMap<String, Error>,
     /// Opens that wait until the test answers them. `None`: each open succeeds at once.
     pub(super) opens: Option<Vec<String>>,
@@ -88,6 +92,13 @@ pub(super) struct Rig {
 impl Rig {
     pub(super) fn new() -> Self {
         Self::with(settings(), engine(1))
+    }
+
+    /// With settings that differ from those of most tests.
+    pub(super) fn with_settings(change: impl FnOnce(&mut TableSettings)) -> Self {
+        let mut settings = settings();
+        change(&mut settings);
+        Self::with(settings, engine(1))
     }
 
     pub(super) fn with(settings: TableSettings, engine: EngineCapacity) -> Self {
@@ -158,9 +169,16 @@ impl Rig {
         }
     }
 
+    /// Lets the table find an incarnation that an earlier agent process left open.
+    pub(super) fn inherit(&mut self, incarnation: &str, rid: Option<&str>) {
+        let left = OpenIncarnation { dp_rank: 0, rid: rid.map(str::to_owned) };
+        let open_incarnations = BTreeMap::from([(incarnation.to_owned(), left)]);
+        self.table.take_over(self.now, Legacy { open_incarnations, ..Legacy::default() });
+    }
+
     /// Connects the shim of rank 0.
     pub(super) fn shim_up(&mut self, can_demote: bool) {
-        self.table.handle_shim_up(self.now, 0, can_demote);
+        self.table.handle_shim_report(self.now, 0, ShimReport::Up { can_demote });
     }
 
     /// Returns the number of the newest request about an incarnation; 0, which no request has,
@@ -173,19 +191,27 @@ impl Rig {
     /// Lets the shim answer the newest request to demote an incarnation.
     pub(super) fn answer_demotion(&mut self, incarnation: &str, is_demoted: bool) {
         let number = self.request_about(incarnation);
-        self.table.handle_demotion(self.now, 0, number, is_demoted);
+        self.table.handle_shim_report(self.now, 0, ShimReport::Demotion { number, is_demoted });
     }
 
     /// Lets the shim answer the newest request to inspect the session of this report.
     pub(super) fn answer_inspection(&mut self, report: &SessionReport) {
         let number = self.request_about(&report.id);
-        self.table.handle_inspection(self.now, 0, number, Some(report));
+        self.table.handle_shim_report(
+            self.now,
+            0,
+            ShimReport::Inspection { number, report: Some(report) },
+        );
     }
 
     /// Lets the shim report a session without being asked, as a change or as all of a full table.
     pub(super) fn report(&mut self, report: &SessionReport, is_full_table: bool) {
         let part = TablePart { begins_table: is_full_table, ends_table: is_full_table };
-        self.table.handle_session_reports(self.now, 0, part, std::slice::from_ref(report));
+        self.table.handle_shim_report(
+            self.now,
+            0,
+            ShimReport::Sessions { part, reports: std::slice::from_ref(report) },
+        );
     }
 
     pub(super) fn rid(&mut self) -> String {
@@ -201,8 +227,7 @@ impl Rig {
     }
 
     pub(super) fn turn_that_needs(&mut self, claim: &Claim, need: Need) -> Answer {
-        let key = claim.key().unwrap();
-        self.ask(Some((claim, &key)), None, RouteTurns::DeltasAndHistories, need)
+        self.ask(Some(claim), None, RouteTurns::DeltasAndHistories, need)
     }
 
     pub(super) fn plain(&mut self, tokens: u64) -> Answer {
@@ -217,19 +242,22 @@ impl Rig {
 
     pub(super) fn ask(
         &mut self,
-        claim: Option<(&Claim, &SessionKey)>,
-        rank: Option<u32>,
+        claim: Option<&Claim>,
+        requested_rank: Option<u32>,
         route_turns: RouteTurns,
         need: Need,
     ) -> Answer {
         let rid = self.rid();
-        if let Err(error) =
-            self.table.claim(self.now, &rid, &self.principal, claim, rank, route_turns)
-        {
+        let request = match claim {
+            Some(claim) => claims(claim, route_turns),
+            None => claims_nothing(&self.principal, route_turns),
+        };
+        let request = ClaimRequest { requested_rank, ..request };
+        if let Err(error) = self.table.claim(self.now, &rid, &request) {
             return Answer::No(error);
         }
         self.table.set_prompt_start(&rid, self.start.clone());
-        self.table.admit(self.now, &rid, need);
+        self.table.enqueue(self.now, &rid, need);
         self.carry_out();
         self.answer(rid)
     }
@@ -259,14 +287,15 @@ impl Rig {
         idle_max: Option<Duration>,
     ) -> Result<(), Error> {
         let rid = self.rid();
-        self.table.open_session(self.now, &rid, &key(id), retention, idle_max, None)?;
+        let request = OpenRequest { idle_max, ..opens(key(id), retention) };
+        self.table.open_session(self.now, &rid, &request)?;
         self.carry_out();
         self.refused.remove(&rid).map_or(Ok(()), Err)
     }
 
     pub(super) fn pin(&mut self, id: &str) -> String {
         self.open(id, Some(Retention::Pinned)).unwrap();
-        self.table.get(&key(id)).unwrap().incarnation.clone()
+        self.table.sessions().get(&key(id)).unwrap().incarnation.clone()
     }
 
     /// Opens a pinned session and runs one turn of `tokens` prompt tokens in it.
@@ -309,6 +338,28 @@ impl Rig {
     }
 
     pub(super) fn is_open(&self, id: &str) -> bool {
-        self.table.get(&key(id)).is_some()
+        self.table.sessions().get(&key(id)).is_some()
     }
+}
+
+pub(super) fn claims(claim: &Claim, route_turns: RouteTurns) -> ClaimRequest {
+    let request = claims_nothing(claim.key.principal(), route_turns);
+    ClaimRequest { claim: Some(claim.clone()), ..request }
+}
+
+pub(super) fn claims_nothing(principal: &str, route_turns: RouteTurns) -> ClaimRequest {
+    let principal = principal.into();
+    let (is_hint, returns_soon) = (false, false);
+    ClaimRequest {
+        principal,
+        claim: None,
+        is_hint,
+        returns_soon,
+        requested_rank: None,
+        route_turns,
+    }
+}
+
+pub(super) fn opens(key: SessionKey, retention: impl Into<Option<Retention>>) -> OpenRequest {
+    OpenRequest { key, retention: retention.into(), idle_max: None, requested_rank: None }
 }

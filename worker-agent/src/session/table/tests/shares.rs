@@ -13,7 +13,7 @@ fn claim_of(principal: &str, id: &str) -> Claim {
 impl Rig {
     fn open_of(&mut self, principal: &str, id: &str, retention: Retention) -> Result<(), Error> {
         let (rid, key) = (self.rid(), key_of(principal, id));
-        self.table.open_session(self.now, &rid, &key, Some(retention), None, None)?;
+        self.table.open_session(self.now, &rid, &opens(key, retention))?;
         self.carry_out();
         self.refused.remove(&rid).map_or(Ok(()), Err)
     }
@@ -64,8 +64,12 @@ fn wide_engine() -> EngineCapacity {
 }
 
 fn wide_rig() -> Rig {
-    let settings = TableSettings { turns_queued_max: 64, ..settings() };
-    let mut rig = Rig::with(settings, wide_engine());
+    wide_rig_with(QUEUE, wide_engine())
+}
+
+fn wide_rig_with(queue_wait_max: Duration, engine: EngineCapacity) -> Rig {
+    let settings = TableSettings { turns_queued_max: 64, queue_wait_max, ..settings() };
+    let mut rig = Rig::with(settings, engine);
     rig.shim_up(true);
     rig
 }
@@ -117,14 +121,13 @@ fn a_client_that_holds_all_pins_gives_way_to_one_that_has_none() {
     for id in 0..8 {
         let key = key_of("v", &id.to_string());
         let rid = rig.rid();
-        let pinned = Some(Retention::Pinned);
-        rig.table.open_session(rig.now, &rid, &key, pinned, None, None).unwrap();
+        rig.table.open_session(rig.now, &rid, &opens(key, Retention::Pinned)).unwrap();
         rig.carry_out();
         assert_eq!(rig.demotes.len(), 1, "one row is missing");
         demote_all(&mut rig);
         rig.answer(rid).inside();
     }
-    let held = |rig: &Rig, principal| rig.table.sessions.principals().held(principal, 0).rows;
+    let held = |rig: &Rig, principal| rig.table.sessions().principals().held(principal, 0).rows;
     assert_eq!((held(&rig, "h"), held(&rig, "v")), (8, 8));
     let error = rig.open_of("v", "ninth", Retention::Pinned).unwrap_err();
     assert!(is_short(&error, Code::Rows), "as many as the other has: {error}");
@@ -251,12 +254,11 @@ fn a_batch_that_generates_nothing_runs_as_its_clients_share() {
 
 #[test]
 fn a_client_is_alone_again_when_the_other_has_gone() {
-    let mut rig = wide_rig();
+    let mut rig = wide_rig_with(10 * QUEUE, wide_engine());
     let last = rig.plain_of("v").inside();
     rig.end(&last, Outcome::Finished(None));
     let inside = (0..40).filter(|_| matches!(rig.plain_of("h"), Answer::In(_))).count();
     assert_eq!(inside, 16, "the other may come again soon");
-    rig.table.settings.queue_wait_max = 10 * QUEUE;
     rig.wait(Duration::from_secs(31));
     rig.table.handle_load(rig.now, 0, EngineLoad { waiting_requests: 0, used_tokens: 0 });
     rig.carry_out();
@@ -265,8 +267,9 @@ fn a_client_is_alone_again_when_the_other_has_gone() {
 
 #[test]
 fn the_client_with_the_fewest_turns_inside_comes_first() {
-    let mut rig = wide_rig();
-    rig.table.engine.ranks[0].turns_max = 4;
+    let mut engine = wide_engine();
+    engine.ranks[0].turns_max = 4;
+    let mut rig = wide_rig_with(QUEUE, engine);
     let running: Vec<Inside> = (0..4).map(|_| rig.plain_of("h").inside()).collect();
     let flood: Vec<String> = (0..10).map(|_| rig.plain_of("h").waits()).collect();
     let victims: Vec<String> = (0..2).map(|_| rig.plain_of("v").waits()).collect();
@@ -297,9 +300,10 @@ fn a_full_queue_makes_room_for_a_client_with_fewer_turns_in_it() {
 
 #[test]
 fn a_client_opens_no_more_sessions_than_it_may() {
-    let mut rig = Rig::new();
-    rig.table.settings.shares.principal_sessions_max = 4;
-    rig.table.settings.shares.sessions_max = 8;
+    let mut rig = Rig::with_settings(|settings| {
+        settings.shares.principal_sessions_max = 4;
+        settings.shares.sessions_max = 8;
+    });
     (0..4).for_each(|id| rig.open_of("h", &id.to_string(), Retention::Tagged).unwrap());
     let error = rig.open_of("h", "more", Retention::Tagged).unwrap_err();
     assert!(is_short(&error, Code::PrincipalSessions), "{error}");
@@ -309,19 +313,18 @@ fn a_client_opens_no_more_sessions_than_it_may() {
     rig.wait(DEMOTE);
     rig.open_of("w", "1", Retention::Tagged).unwrap();
     rig.open_of("w", "2", Retention::Tagged).unwrap();
-    assert_eq!(rig.table.share_figures().principals, 3);
+    assert_eq!(rig.table.sessions().share_figures().principals, 3);
 }
 
 #[test]
 fn a_client_with_as_many_sessions_as_it_may_loses_the_longest_idle_inferred_one() {
-    let mut rig = Rig::new();
-    rig.table.settings.shares.principal_sessions_max = 3;
+    let mut rig = Rig::with_settings(|settings| settings.shares.principal_sessions_max = 3);
     for id in ["a", "b", "c", "d"] {
         rig.wait(Duration::from_millis(1));
         let turn = rig.turn(&claim_of("h", id)).inside();
         rig.end(&turn, Outcome::Finished(None));
     }
-    let ids: Vec<&str> = rig.table.iter().map(|(key, _)| key.id()).collect();
+    let ids: Vec<&str> = rig.table.sessions().iter().map(|(key, _)| key.id()).collect();
     assert_eq!(ids, ["b", "c", "d"]);
 }
 
@@ -334,7 +337,7 @@ fn no_client_keeps_an_idle_session_longer_than_the_operator_allows() {
     let turn = rig.turn(&Claim { idle_ms_max, ..Claim::for_session(&key("began")) }).inside();
     rig.end(&turn, Outcome::Finished(None));
     rig.wait(10 * IDLE);
-    assert_eq!(rig.table.iter().count(), 0);
+    assert_eq!(rig.table.sessions().iter().count(), 0);
 }
 
 #[test]
@@ -346,17 +349,17 @@ fn while_the_engine_is_silent_nothing_waits_and_nothing_comes() {
         .filter_map(|_| if let Answer::Waits(rid) = rig.plain_of("v") { Some(rid) } else { None })
         .collect();
     let reading = rig.rid();
-    rig.table.claim(rig.now, &reading, "v", None, None, RouteTurns::Nothing).unwrap();
+    rig.table.claim(rig.now, &reading, &claims_nothing("v", RouteTurns::Nothing)).unwrap();
     let silent = Error::EngineSilent("it hangs".to_owned());
     rig.table.set_engine_silent(rig.now, Some("it hangs".to_owned()));
     rig.carry_out();
     assert!(!waiting.is_empty() && waiting.iter().all(|rid| rig.refused.get(rid) == Some(&silent)));
     assert_eq!(rig.plain_of("v").error(), silent);
     assert_eq!(rig.open("t", None), Err(silent.clone()));
-    rig.table.admit(rig.now, &reading, SMALL);
+    rig.table.enqueue(rig.now, &reading, SMALL);
     rig.carry_out();
     assert_eq!(rig.answer(reading).error(), silent, "its body was being read");
-    assert!(rig.table.rids_inside().any(|rid| rid == running.rid), "running turns go on");
+    assert!(rig.table.queue().rids_inside().any(|rid| rid == running.rid), "running turns go on");
     rig.table.set_engine_silent(rig.now, None);
     rig.end(&running, Outcome::Finished(None));
     rig.turn(&delta("s")).inside();

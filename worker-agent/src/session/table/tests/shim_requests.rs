@@ -47,13 +47,14 @@ fn many_demotions_at_once_wait_in_line_and_none_is_given_up() {
     let mut answered = 0;
     while let Some((number, _)) = with_shim.pop() {
         rig.wait(Duration::from_millis(15));
-        rig.table.handle_demotion(rig.now, 0, number, true);
+        rig.table.handle_shim_report(rig.now, 0, ShimReport::Demotion { number, is_demoted: true });
         answered += 1;
         with_shim.splice(..0, rig.new_requests());
         assert!(with_shim.len() <= SHIM_REQUESTS_MAX);
     }
     assert_eq!(answered, count);
-    let demoted = rig.table.iter().filter(|(_, session)| session.state == State::Demoted);
+    let demoted =
+        rig.table.sessions().iter().filter(|(_, session)| session.state == State::Demoted);
     assert_eq!(demoted.count(), count, "none was closed for want of room in a queue");
     assert_eq!(rig.table.totals(0).rows_held, 0);
 }
@@ -70,12 +71,16 @@ fn a_shim_that_answers_nothing_stops_neither_its_line_nor_the_others() {
     }
     assert_eq!(rig.new_requests().len(), 1);
     rig.wait(Duration::from_secs(5));
-    assert_eq!(rig.table.demotion_result(&key("first")), Some(Err(Error::Reclaimed)));
-    assert_eq!(rig.table.demotion_result(&key("second")), None, "it was asked only now");
+    assert_eq!(rig.table.sessions().demotion_result(&key("first")), Some(Err(Error::Reclaimed)));
+    assert_eq!(rig.table.sessions().demotion_result(&key("second")), None, "it was asked only now");
     let [(number, _)] = &rig.new_requests()[..] else { panic!("one more request") };
-    assert_ne!(rig.table.get(&key("first")).unwrap().incarnation, first);
-    rig.table.handle_demotion(rig.now, 0, *number, true);
-    assert_eq!(rig.table.demotion_result(&key("second")), Some(Ok(())));
+    assert_ne!(rig.table.sessions().get(&key("first")).unwrap().incarnation, first);
+    rig.table.handle_shim_report(
+        rig.now,
+        0,
+        ShimReport::Demotion { number: *number, is_demoted: true },
+    );
+    assert_eq!(rig.table.sessions().demotion_result(&key("second")), Some(Ok(())));
 }
 
 #[test]
@@ -88,9 +93,13 @@ fn a_request_of_a_session_that_was_closed_meanwhile_is_not_sent() {
         rig.table.demote_session(rig.now, &key(id)).unwrap();
     }
     let [(first, _)] = rig.new_requests()[..] else { panic!("one request") };
-    let last = rig.table.get(&key("c")).unwrap().incarnation.clone();
+    let last = rig.table.sessions().get(&key("c")).unwrap().incarnation.clone();
     rig.close("b").unwrap();
-    rig.table.handle_demotion(rig.now, 0, first, true);
+    rig.table.handle_shim_report(
+        rig.now,
+        0,
+        ShimReport::Demotion { number: first, is_demoted: true },
+    );
     let requests = rig.new_requests();
     assert_eq!(requests.iter().map(|(_, id)| id).collect::<Vec<_>>(), [&last]);
 }
@@ -110,7 +119,7 @@ fn a_foreign_session_is_forgotten_only_when_a_whole_table_lacks_it() {
     let reports = |rig: &mut Rig, ids: &[&str], begins_table, ends_table| {
         let part = TablePart { begins_table, ends_table };
         let reports: Vec<SessionReport> = ids.iter().map(|id| foreign(id)).collect();
-        rig.table.handle_session_reports(rig.now, 0, part, &reports);
+        rig.table.handle_shim_report(rig.now, 0, ShimReport::Sessions { part, reports: &reports });
     };
     reports(&mut rig, &["a", "b", "c"], false, false);
     reports(&mut rig, &["a"], true, false);
@@ -131,7 +140,7 @@ fn a_full_table_that_is_older_than_a_close_does_not_confirm_it() {
     assert_eq!(rig.table.totals(0).rows_held, 1);
     // The shim began to read its sessions before the engine had opened this one.
     let part = TablePart { begins_table: true, ends_table: true };
-    rig.table.handle_session_reports(rig.now, 0, part, &[]);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::Sessions { part, reports: &[] });
     assert_eq!(rig.table.totals(0).rows_held, 1, "the engine has not closed it");
     rig.engine_closes();
     assert_eq!(rig.table.totals(0).rows_held, 0);

@@ -43,12 +43,11 @@ fn after_a_kill(tags: impl IntoIterator<Item = String>) -> Rig {
 #[test]
 fn a_tag_is_in_the_journal_before_its_first_turn_and_only_once() {
     let mut rig = Rig::new();
-    let (claim, session_key) = (tagged("s"), key("s"));
-    let claimed = Some((&claim, &session_key));
-    rig.table.claim(rig.now, "r", "p", claimed, None, RouteTurns::DeltasAndHistories).unwrap();
-    rig.table.admit(rig.now, "r", Need { prompt_tokens: 8, ..Need::default() });
+    let request = claims(&tagged("s"), RouteTurns::DeltasAndHistories);
+    rig.table.claim(rig.now, "r", &request).unwrap();
+    rig.table.enqueue(rig.now, "r", Need { prompt_tokens: 8, ..Need::default() });
     let effects = rig.table.take_effects();
-    let tag = rig.table.get(&session_key).unwrap().incarnation.clone();
+    let tag = rig.table.sessions().get(&key("s")).unwrap().incarnation.clone();
     let record = Effect::Journal(Record::Tag { incarnation: tag.clone() });
     let recorded = effects.iter().position(|effect| *effect == record).expect("a record");
     let admitted = effects.iter().position(|effect| matches!(effect, Effect::Admitted { .. }));
@@ -69,32 +68,32 @@ fn a_tag_s_close_is_repeated_until_the_engine_has_answered_it() {
         let want =
             CloseRequest { incarnation: tag.clone(), rid: None, is_pinned: false, is_repeat };
         assert_eq!(close, want);
-        assert_eq!((rig.table.pending_count(), rig.tags_in_journal()), (1, vec![&*tag]));
+        assert_eq!((rig.table.unfinished().closes, rig.tags_in_journal()), (1, vec![&*tag]));
         rig.table.handle_close_result(rig.now, &tag, CloseResult::NotYet);
         rig.wait(Duration::from_secs(20));
     }
     rig.engine_closes();
-    assert_eq!((rig.table.pending_count(), rig.tags_in_journal()), (0, vec![]));
+    assert_eq!((rig.table.unfinished().closes, rig.tags_in_journal()), (0, vec![]));
     assert_eq!(rig.table.next_deadline(), None, "nothing is left to do");
 }
 
 #[test]
 fn a_session_that_no_turn_was_tagged_with_needs_no_close() {
     let mut rig = Rig::new();
-    let (claim, key) = (tagged("s"), key("s"));
+    let claim = tagged("s");
     let need = Need { prompt_tokens: 8, ..Need::default() };
     let route_turns = RouteTurns::HistoriesTaggedByShim;
-    let turn = rig.ask(Some((&claim, &key)), None, route_turns, need).inside();
+    let turn = rig.ask(Some(&claim), None, route_turns, need).inside();
     assert_eq!((turn.turn.run_mode, turn.turn.tag()), (Some(RunMode::Untagged), None));
     rig.end(&turn, finished(8, 2));
     rig.close("s").unwrap();
-    assert_eq!((rig.closes.len(), rig.journal.len(), rig.table.pending_count()), (0, 0, 0));
+    assert_eq!((rig.closes.len(), rig.journal.len(), rig.table.unfinished().closes), (0, 0, 0));
 }
 
 #[test]
 fn the_tags_of_a_killed_process_are_closed_a_few_at_a_time() {
     let mut rig = after_a_kill((0..500).map(|number| format!("berth-a-0-{number}")));
-    assert_eq!(rig.table.pending_count(), 500);
+    assert_eq!(rig.table.unfinished().closes, 500);
     let mut closed = std::collections::BTreeSet::new();
     while let Some(close) = rig.closes.pop() {
         assert!(!close.is_pinned && rig.closes.len() < 4, "{} at once", rig.closes.len() + 1);
@@ -107,7 +106,7 @@ fn the_tags_of_a_killed_process_are_closed_a_few_at_a_time() {
         rig.carry_out();
         assert!(closed.insert(close.incarnation), "one is closed twice");
     }
-    assert_eq!((closed.len(), rig.table.pending_count()), (500, 0));
+    assert_eq!((closed.len(), rig.table.unfinished().closes), (500, 0));
 }
 
 #[test]
@@ -119,12 +118,12 @@ fn closes_that_fail_make_place_for_others_and_come_again() {
         rig.table.handle_close_result(rig.now, &close.incarnation, CloseResult::NotYet);
         rig.carry_out();
     }
-    assert_eq!((asked, rig.table.pending_count()), (20, 20), "each is tried");
+    assert_eq!((asked, rig.table.unfinished().closes), (20, 20), "each is tried");
     rig.wait(Duration::from_secs(1));
     while !rig.closes.is_empty() {
         rig.engine_closes();
     }
-    assert_eq!(rig.table.pending_count(), 0);
+    assert_eq!(rig.table.unfinished().closes, 0);
 }
 
 #[test]
@@ -152,8 +151,8 @@ fn the_shim_s_table_confirms_no_tag_because_it_lists_none() {
     let tag = rig.tag("s");
     rig.close("s").unwrap();
     let part = TablePart { begins_table: true, ends_table: true };
-    rig.table.handle_session_reports(rig.now, 0, part, &[]);
-    rig.table.handle_session_gone(rig.now, 0, &tag);
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::Sessions { part, reports: &[] });
+    rig.table.handle_shim_report(rig.now, 0, ShimReport::SessionGone { id: &tag });
     rig.carry_out();
     assert_eq!(rig.tags_in_journal(), [&*tag]);
 }

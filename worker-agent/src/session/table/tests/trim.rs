@@ -13,8 +13,7 @@ pub(super) fn trimming() -> Rig {
 /// Asks to run a turn that holds a full history of `bytes` bytes and wants an answer of 8 tokens.
 pub(super) fn full_history(rig: &mut Rig, claim: &Claim, bytes: u64) -> rig::Answer {
     let need = Need { prompt_tokens: bytes, answer_tokens: Some(8), ..Need::default() };
-    let key = claim.key().unwrap();
-    rig.ask(Some((claim, &key)), None, RouteTurns::FullHistories, need)
+    rig.ask(Some(claim), None, RouteTurns::FullHistories, need)
 }
 
 pub(super) fn trim_plan(
@@ -78,7 +77,7 @@ impl Rig {
 
     pub(super) fn incarnation_of(&self, turn: &Inside) -> String {
         let key = &turn.turn.session.as_ref().unwrap().key;
-        self.table.get(key).unwrap().incarnation.clone()
+        self.table.sessions().get(key).unwrap().incarnation.clone()
     }
 
     /// Runs and ends a turn of `prompt` tokens and an answer of 8, of which the session has
@@ -90,7 +89,7 @@ impl Rig {
     }
 
     pub(super) fn retention(&self, id: &str) -> Retention {
-        self.table.get(&key(id)).unwrap().retention()
+        self.table.sessions().get(&key(id)).unwrap().retention()
     }
 
     /// Runs two turns of a session, of which the second pins it. Its history then has 148 tokens.
@@ -137,7 +136,7 @@ fn a_session_that_comes_back_is_pinned_and_computes_only_what_is_new() {
     let spared = 128;
     assert_eq!(rig.plan(&third, Plan::Trimmed, 128, 20), (TrimOutcome::Trimmed, spared));
     rig.end(&third, finished(148, 8));
-    let session = rig.table.get(&key("s")).unwrap();
+    let session = rig.table.sessions().get(&key("s")).unwrap();
     assert_eq!((session.history_tokens(), session.resident_tokens()), (156, 155));
     assert_eq!((session.retention(), session.turns_finished()), (Retention::Pinned, 3));
     assert_eq!(rig.table.totals(0).pinned_tokens, 160, "what was kept for its bound is given back");
@@ -193,7 +192,7 @@ fn a_turn_beside_another_runs_on_the_tree_and_is_not_history() {
     assert_eq!((beside.turn.run_mode, tokens_max(&beside)), (Some(RunMode::Tagged), None));
     rig.end(&beside, finished(170, 8));
     rig.end(&inside, finished(158, 8));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 166);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 166);
 }
 
 #[test]
@@ -234,7 +233,7 @@ fn a_plan_for_an_unknown_turn_or_a_repeated_plan_changes_nothing() {
     rig.carry_out();
     assert_eq!(rig.run_modes[&turn.rid], RunMode::Pinned);
     rig.end(&turn, finished(160, 8));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 168);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 168);
 }
 
 #[test]
@@ -244,17 +243,17 @@ fn a_turn_that_goes_on_outside_its_session_leaves_deltas_nothing_to_continue() {
     let turn = full_history(&mut rig, &auto("s"), 460).inside();
     assert_eq!(rig.plan(&turn, Plan::Trimmed, 148, 12), (TrimOutcome::Trimmed, 148));
     // The engine has called a tool of its own, and asks its model again.
-    let again = trim_plan(turn.rid.clone(), incarnation.clone(), Plan::Refused, [0, 0, 0, 190]);
+    let again = trim_plan(turn.rid.clone(), incarnation.clone(), Plan::NotTrimmed, [0, 0, 0, 190]);
     assert_eq!(rig.table.handle_plan(rig.now, &again), None);
     rig.end(&turn, finished(160, 8));
     assert_eq!(rig.inspections.len(), 1, "only the engine knows the history");
     seen(&mut rig, &incarnation, 168);
-    let session = rig.table.get(&key("s")).unwrap();
+    let session = rig.table.sessions().get(&key("s")).unwrap();
     assert_eq!((session.history_tokens(), session.client.may_be_ahead), (168, true));
     let next = full_history(&mut rig, &auto("s"), 700).inside();
     rig.plan(&next, Plan::Trimmed, 168, 60);
     rig.end(&next, finished(228, 8));
-    let session = rig.table.get(&key("s")).unwrap();
+    let session = rig.table.sessions().get(&key("s")).unwrap();
     assert_eq!((session.history_tokens(), session.client.may_be_ahead), (236, false));
 }
 
@@ -286,7 +285,7 @@ fn a_session_that_diverges_every_turn_is_left_to_the_tree() {
     assert_eq!(rig.retention("s"), Retention::Tagged);
     let totals = rig.table.totals(0);
     assert_eq!((totals.rows_held, totals.pinned_tokens), (0, 0));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), history);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), history);
 }
 
 /// Lets the shim answer the request to inspect a session.
@@ -307,7 +306,7 @@ fn a_turn_without_a_reported_plan_makes_its_session_suspect_until_the_shim_repor
         rig.end(&turn, finished(160, 8));
         assert_eq!(rig.inspections.len(), 1, "was it trimmed or not");
         seen(&mut rig, &incarnation, history_tokens);
-        assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), history_tokens);
+        assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), history_tokens);
         let next = full_history(&mut rig, &auto("s"), 480).inside();
         assert_eq!(next.incarnation(), incarnation);
         assert!(tokens_max(&next).is_some());
@@ -323,7 +322,7 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
     rig.table.handle_commit("another turn", &incarnation, 999, false);
     rig.table.handle_commit(&turn.rid, &incarnation, 165, false);
     rig.end(&turn, Outcome::Finished(None));
-    assert_eq!(rig.table.get(&key("s")).unwrap().history_tokens(), 165);
+    assert_eq!(rig.table.sessions().get(&key("s")).unwrap().history_tokens(), 165);
     assert!(rig.inspections.is_empty());
     let untold = full_history(&mut rig, &auto("s"), 480).inside();
     rig.plan(&untold, Plan::Trimmed, 165, 12);
@@ -335,14 +334,12 @@ fn an_answer_without_usage_is_measured_by_the_shim() {
 fn a_prompt_beyond_its_reservation_runs_only_if_there_is_room() {
     for (prompt, fits) in [(300, true), (1050, false)] {
         let mut rig = trimming();
-        rig.table
-            .open_session(rig.now, "o", &key("s"), Some(Retention::Pinned), None, None)
-            .unwrap();
+        rig.table.open_session(rig.now, "o", &opens(key("s"), Retention::Pinned)).unwrap();
         rig.carry_out();
         let turn = full_history(&mut rig, &auto("s"), 300).inside();
         assert_eq!(tokens_max(&turn), Some(100), "a first history is estimated");
         let incarnation = turn.incarnation().to_owned();
-        rig.question(&turn, Plan::Refused, prompt);
+        rig.question(&turn, Plan::NotTrimmed, prompt);
         let same = fits.then_some((7, Some(incarnation), prompt));
         assert_eq!(rig.answers, [same.unwrap_or((7, None, 0))]);
         let held = rig.table.totals(0).pinned_tokens;
@@ -427,12 +424,10 @@ fn an_answer_whose_end_was_ignored_costs_its_session_no_pin() {
         let mut rig = trimming();
         rig.pinned_by_itself("s");
         let claim = auto("s");
-        let key = claim.key().unwrap();
         for turn in 0..6 {
             let need = Need { prompt_tokens: 460 + turn, ignores_eos: true, ..Need::default() };
             let need = Need { answer_tokens: Some(8), ..need };
-            let asks =
-                rig.ask(Some((&claim, &key)), None, RouteTurns::FullHistories, need).inside();
+            let asks = rig.ask(Some(&claim), None, RouteTurns::FullHistories, need).inside();
             if tokens_max(&asks).is_none() {
                 break;
             }

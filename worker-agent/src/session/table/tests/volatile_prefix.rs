@@ -17,7 +17,7 @@ fn chat(nonce: usize) -> PromptStart {
 
 impl Rig {
     fn found(&self, id: &str) -> Option<VolatilePrefix> {
-        self.table.get(&key(id)).unwrap().volatile_prefix()
+        self.table.sessions().get(&key(id)).unwrap().volatile_prefix()
     }
 
     /// Lets the shim report that a running turn diverges from its session at token `at`, and ends
@@ -80,16 +80,8 @@ fn without_a_shim_the_place_is_told_and_refused_turns_do_not_count() {
         rig.start = chat(nonce);
         let turn = rig.turn(&auto("s")).inside();
         rig.start = chat(100 + nonce);
-        rig.table
-            .claim(
-                rig.now,
-                "gone",
-                "p",
-                Some((&auto("s"), &key("s"))),
-                None,
-                RouteTurns::FullHistories,
-            )
-            .unwrap();
+        let request = claims(&auto("s"), RouteTurns::FullHistories);
+        rig.table.claim(rig.now, "gone", &request).unwrap();
         rig.table.set_prompt_start("gone", rig.start.clone());
         rig.table.end_turn(rig.now, "gone", Outcome::Refused);
         rig.end(&turn, finished(100, 8));

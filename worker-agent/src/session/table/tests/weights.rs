@@ -11,12 +11,23 @@ fn reason_of(rig: &mut Rig, id: &str) -> Error {
 
 impl Rig {
     fn change_weights(&mut self, was_flushed: bool) {
-        self.table.handle_weights_changed(self.now, true, was_flushed);
+        self.table.handle_kv_change(self.now, KvChange::Weights { is_counted: true, was_flushed });
         self.carry_out();
     }
 
     fn report_weights(&mut self, changes: u64, has_old_kv: bool) {
-        self.table.handle_weights_report(self.now, WeightsReport { changes, has_old_kv });
+        self.report_weights_during(false, changes, has_old_kv);
+    }
+
+    /// `is_changing`: a call of the agent's own is under way.
+    fn report_weights_during(&mut self, is_changing: bool, changes: u64, has_old_kv: bool) {
+        let report = WeightsReport { changes, has_old_kv };
+        self.table.handle_kv_change(self.now, KvChange::WeightsCounted { report, is_changing });
+        self.carry_out();
+    }
+
+    fn settle_weights(&mut self) {
+        self.table.handle_kv_change(self.now, KvChange::WeightsSettled);
         self.carry_out();
     }
 }
@@ -81,12 +92,12 @@ fn nothing_is_pinned_on_a_cache_of_older_weights_before_a_flush() {
     rig.pin_holding("s", 31);
     rig.change_weights(false);
     rig.engine_closes();
-    assert!(rig.table.weights.is_tree_stale);
+    assert!(rig.table.queue.histories.check_tree_is_current().is_err());
     assert_eq!(rig.turn(&pinned("new")).error(), Error::CacheOutdated);
     rig.turn(&Claim::for_session(&key("tagged"))).inside();
     let plain = rig.plain(8).inside();
     rig.end(&plain, finished(8, 0));
-    rig.table.handle_flush(rig.now);
+    rig.table.handle_kv_change(rig.now, KvChange::Flushed);
     rig.carry_out();
     rig.turn(&pinned("new")).inside();
 }
@@ -96,13 +107,13 @@ fn buckets_of_an_update_after_a_flush_leave_nothing_outdated() {
     let mut rig = Rig::new();
     rig.pin_holding("s", 31);
     rig.table.set_hold(rig.now, Some("it is paused".to_owned()));
-    rig.table.handle_flush(rig.now);
+    rig.table.handle_kv_change(rig.now, KvChange::Flushed);
     rig.change_weights(false);
     rig.change_weights(false);
     rig.table.set_hold(rig.now, None);
     rig.carry_out();
     assert_eq!(reason_of(&mut rig, "s"), Error::Reclaimed, "the flush came first");
-    assert!(!rig.table.weights.is_tree_stale);
+    assert!(rig.table.queue.histories.check_tree_is_current().is_ok());
     rig.turn(&pinned("new")).inside();
 }
 
@@ -134,7 +145,36 @@ fn a_change_is_counted_once_whoever_tells_it_first_and_others_changes_are_seen()
     rig.report_weights(3, true);
     assert_eq!(rig.table.weights_epoch(), epoch + 3, "two of others");
     assert_eq!(reason_of(&mut rig, "s"), Error::WeightsChanged);
-    assert!(rig.table.weights.is_tree_stale);
+    assert!(rig.table.queue.histories.check_tree_is_current().is_err());
+}
+
+#[test]
+fn a_shim_that_tells_of_the_agent_s_own_change_before_its_call_has_ended_hides_no_later_one() {
+    let mut rig = Rig::new();
+    rig.report_weights(0, false);
+    let epoch = rig.table.weights_epoch();
+    rig.report_weights_during(true, 1, false);
+    rig.change_weights(true);
+    rig.settle_weights();
+    assert_eq!(rig.table.weights_epoch(), epoch + 1, "the agent's own, once");
+    rig.pin_holding("s", 31);
+    rig.report_weights(2, false);
+    assert_eq!(rig.table.weights_epoch(), epoch + 2, "one of others");
+    assert_eq!(reason_of(&mut rig, "s"), Error::WeightsChanged);
+}
+
+#[test]
+fn what_others_change_during_a_call_that_is_refused_counts_at_its_end() {
+    let mut rig = Rig::new();
+    rig.report_weights(0, false);
+    let epoch = rig.table.weights_epoch();
+    rig.report_weights_during(true, 1, true);
+    assert_eq!(rig.table.weights_epoch(), epoch, "perhaps the agent's own");
+    rig.settle_weights();
+    assert_eq!(rig.table.weights_epoch(), epoch + 1);
+    assert_eq!(rig.turn(&pinned("s")).error(), Error::CacheOutdated);
+    rig.settle_weights();
+    assert_eq!(rig.table.weights_epoch(), epoch + 1, "once");
 }
 
 #[test]

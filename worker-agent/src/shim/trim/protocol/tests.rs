@@ -45,7 +45,7 @@ fn what_the_trimmer_writes_is_what_it_means() {
         ("trimmed", planned(Plan::Trimmed, None)),
         ("retokenized", planned(Plan::Retokenized, None)),
         ("diverged", planned(Plan::Diverged, Some(1 << 40))),
-        ("planned-refused", planned(Plan::Refused, Some(1 << 40))),
+        ("planned-refused", planned(Plan::NotTrimmed, Some(1 << 40))),
     ];
     for (name, message) in messages {
         assert_eq!(decoded(&example(name)), Ok(message), "{name}");

@@ -1,0 +1,5 @@
+//! `berth-pressure`: see the library.
+
+fn main() -> std::process::ExitCode {
+    pressure::main()
+}

@@ -1,0 +1,1 @@
+"""A main agent beside growing background load, at the real engine."""
