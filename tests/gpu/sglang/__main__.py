@@ -21,6 +21,7 @@ from integration.fleet import binaries
 
 
 LOG_LINES_KEPT = 200
+PROGRAMS = ("berth-agent", "berth-router", "berth", "berth-pressure")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ PARTS = [
     Part("waits", "large", 150, parts.waits),
     Part("host, kernel", "tiered-kernel", 120, parts.tiers, "its copies are a GPU's kernels"),
     Part("host, direct", "tiered-direct", 120, parts.tiers),
+    Part("pressure", "pressure", 150, parts.pressure),
+    Part("pressure, host 2 x", "pressure-tiered", 150, parts.pressure),
 ]
 
 
@@ -169,7 +172,7 @@ def main() -> int:
     given = options()
     machine = engines.cpu() if given.fake else engines.gpu(given.pack.resolve())
     given.out.mkdir(parents=True, exist_ok=True)
-    bin_dir = binaries() if given.fake else machine.pack / "bin"
+    bin_dir = binaries(PROGRAMS) if given.fake else machine.pack / "bin"
     about = {"card": "none, a dry run" if given.fake else parts.card(), "date": time.strftime("%F")}
     results = Results(given.out / "sglang.json", about)
     # Short, because the paths of sockets are in it.

@@ -50,6 +50,10 @@ class Shape:
     # Flags with which it is tried again if it doesn't start.
     second_try: tuple[str, ...] = ()
 
+    @property
+    def has_host_tier(self) -> bool:
+        return "--enable-hierarchical-cache" in self.flags
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -60,6 +64,8 @@ class Machine:
     long_tokens: int
     decode_tokens: int
     start_seconds_max: int
+    # What subagents add up to under pressure, by the pool.
+    pressure_ratio: float
     shapes: dict[str, Shape] = field(hash=False)
 
     @property
@@ -86,7 +92,11 @@ def gpu(pack: Path) -> Machine:
     for backend, layout in (("kernel", "layer_first"), ("direct", "page_first_direct")):
         flags = ("--load-format", "dummy", "--disable-cuda-graph", *tiered(backend, layout))
         shapes.append(Shape(f"tiered-{backend}", "large-model", long, 160_000, 16, flags))
-    return Machine(pack, 100_000, 600, 150, {shape.name: shape for shape in shapes})
+    dummy, tier = graphs[:2], tiered("direct", "page_first_direct")
+    for name, flags in (("pressure", ()), ("pressure-tiered", tier)):
+        flags = (*dummy, "--disable-cuda-graph", *flags)
+        shapes.append(Shape(name, "large-model", 40_000, 40_000, 24, flags))
+    return Machine(pack, 100_000, 600, 150, 4, {shape.name: shape for shape in shapes})
 
 
 def cpu() -> Machine:
@@ -98,8 +108,10 @@ def cpu() -> Machine:
         Shape("large", "model", long, 16_384, 8, larger),
         Shape("tiered-direct", "model", long, 9216, 8,
               (*larger, *tiered("direct", "page_first_direct"))),
+        Shape("pressure", "model", 2048, 2048, 24),
+        Shape("pressure-tiered", "model", 2048, 2048, 24, tiered("direct", "page_first_direct")),
     ]
-    return Machine(None, 4000, 150, 240, {shape.name: shape for shape in shapes})
+    return Machine(None, 4000, 150, 240, 2, {shape.name: shape for shape in shapes})
 
 
 @dataclass
@@ -134,7 +146,7 @@ class Lane(Fleet):
         if self.machine.has_gpu:
             self._start_packed(env, [*paths, self.machine.pack / "site"])
         else:
-            if any("hicache" in flag for flag in shape.flags):
+            if shape.has_host_tier:
                 paths.append(HICACHE_ON_CPU)
             env["PYTHONPATH"] = ":".join([*map(str, paths), env["PYTHONPATH"]])
             self.engine, self.engine_url = start_engine(

@@ -359,6 +359,35 @@ def tiers(lane: Lane, figure: Figures) -> None:
         figure("load back, GB/s", round(gigabytes / max((host_ms - device_ms) / 1000, 1e-3), 1))
 
 
+def pressure(lane: Lane, figure: Figures) -> None:
+    """Plays a main agent beside subagents that need more than the pool, by Berth's default."""
+    out = lane.folder / "pressure.json"
+    command = [
+        str(lane.bin_dir / "berth-pressure"), "--only=trees", "--seeds=1",
+        "--arms", "auto-host-2" if lane.shape.has_host_tier else "auto",
+        "--ratios", str(lane.machine.pressure_ratio), "--at", lane.engine_url, lane.router_url,
+        "--pool-tokens", str(lane.shape.pool_tokens), "--page-tokens", str(lane.page_size),
+        "--out", str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    [outcome] = json.loads(out.read_text())
+    turns = outcome["turns"]
+    figure("turns, lost turns, the end", f"{len(turns)}, {outcome['turns_lost']}, {outcome['ending']}")
+    known = sum(turn["known_tokens"] for turn in turns)
+    again = sum(max(turn["known_tokens"] - turn["cached_tokens"], 0) for turn in turns)
+    figure("tokens computed again, of those computed before", f"{again} of {known}")
+    main = [round(turn["ttft_ms"]) for turn in turns if not turn["is_subagent"]]
+    figure("the main agent's first tokens, ms", main)
+    usage = outcome["physical"]
+    assert usage is not None, "nobody saw the pool's use"
+    figure("kv_physical_usage, peak and end", f"{usage['peak']:.2f}, {usage['floor']:.2f}")
+    rate = ((lane.worker_shown()["load"] or {}).get("host") or {}).get("load_tokens_per_s")
+    if rate is not None:
+        figure("loads from the host, tokens/s, source", f"{rate['value']}, {rate['source']}")
+    assert outcome["ending"] == "complete" and not outcome["turns_lost"], outcome["failures"]
+
+
 class Overdue(Exception):
     """A part took too long. No `TimeoutError`, which is an `OSError` that clients expect."""
 
