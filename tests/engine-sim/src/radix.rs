@@ -309,14 +309,15 @@ impl Radix {
         }
     }
 
-    /// Returns the tokens that carry a session's tag, to the end that was used last.
-    pub(super) fn tagged_prefix(&self, tag: &str) -> Option<(Space, Vec<u32>)> {
+    /// Returns the tokens that carry a session's tag, to the end that was used last, and whether
+    /// the device has them.
+    pub(super) fn tagged_prefix(&self, tag: &str) -> Option<(Space, Vec<u32>, bool)> {
         let tagged = self.nodes.iter().filter(|(_, node)| node.tags.contains(tag));
         // A prefix is used with what follows it, so the deepest of the newest is its end.
         let (&end, node) =
             tagged.max_by_key(|(id, node)| (node.last_use, self.path(**id).len()))?;
         let tokens = self.path(end).into_iter().flat_map(|id| self.nodes[&id].tokens.clone());
-        Some((node.space.clone(), tokens.collect()))
+        Some((node.space.clone(), tokens.collect(), !node.pages.is_empty()))
     }
 
     /// Returns the number of tokens under each session's tag.

@@ -507,8 +507,11 @@ MUTATIONS = [
     ),
     (
         "a prefetch counts as a use of the KV", "prefetch",
-        "return None if leaf is None else self._matched_node(_tokens_to(leaf), leaf.key)",
-        "return leaf",
+        "        return self._matched_node(_tokens_to(leaf), leaf.key)\n", "        return leaf\n",
+    ),
+    (
+        "what is on the device is not looked up", "prefetch",
+        "        if leaf is None or not leaf.evicted:\n", "        if leaf is None:\n",
     ),
     (
         "no core without nodes is asked for them", "prefetch",

@@ -153,6 +153,8 @@ def test_nothing_is_loaded_without_need_or_beyond_the_bound(
     engine = Engine()
     assert engine.prefetch(id, tokens_max) == (0, reason)
     assert engine.tree.loads == []
+    is_on_device = id in ("nobody", "b")
+    assert engine.tree.matches == (0 if is_on_device else 1), "a look alone is no use"
 
 
 def set_waiting(engine: Engine) -> None:

@@ -77,7 +77,10 @@ class Prefetcher:
         [component, *_] = self._tree.components.values()
         leaves = component._session_leaves.get(id, ())
         leaf = max(leaves, key=lambda node: node.last_access_time, default=None)
-        return None if leaf is None else self._matched_node(_tokens_to(leaf), leaf.key)
+        # What is before a node on the device is there too. To say so costs no use and no time.
+        if leaf is None or not leaf.evicted:
+            return leaf
+        return self._matched_node(_tokens_to(leaf), leaf.key)
 
     def _matched_node(self, tokens: Iterable[int], namespace: Any) -> Any:
         """Returns the node where the tree's KV of these tokens ends. As for a turn, this counts as

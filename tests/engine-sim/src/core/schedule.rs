@@ -239,16 +239,23 @@ impl Core {
             .sessions
             .get(id)
             .and_then(|session| session.demoted_to.clone().map(|space| (space, session.history())));
-        let (space, prefix) = demoted.or_else(|| self.tree.tagged_prefix(id)).ok_or("unknown")?;
+        let is_busy =
+            !self.waiting.is_empty() || self.chunked.is_some() || self.free_rows.is_empty();
+        if is_busy {
+            return Err("busy");
+        }
+        let tagged = || match self.tree.tagged_prefix(id) {
+            None => Err("unknown"),
+            Some((_, _, true)) => Err("resident"),
+            Some((space, prefix, false)) => Ok((space, prefix)),
+        };
+        let (space, prefix) = demoted.map_or_else(tagged, Ok)?;
         let Match { pages, node, on_host, host_pages } = self.tree.find(&space, &prefix);
         let tokens = host_pages * self.config.page_size;
         let promised: usize = self.running.iter().map(|&key| self.reserve_running(key)).sum();
-        let is_busy =
-            !self.waiting.is_empty() || self.chunked.is_some() || self.free_rows.is_empty();
         let refusals = [
             ("resident", tokens == 0),
             ("too_long", tokens > tokens_max),
-            ("busy", is_busy),
             ("no_room", tokens + promised > self.available_tokens() + self.evictable_tokens()),
         ];
         if let Some((refusal, _)) = refusals.iter().find(|(_, applies)| *applies) {
