@@ -178,7 +178,7 @@ pub async fn run(
         found_files_sender,
     };
     tasks.spawn_essential("engine monitor", owner::engine_monitor::run(monitor, tasks.clone()));
-    let context = TurnContext {
+    let context = Arc::new(TurnContext {
         agent: agent.clone(),
         router_auth: access.router_auth,
         engine,
@@ -190,7 +190,7 @@ pub async fn run(
         turns: data_port::aborts::AgentTurns::default(),
         metrics,
         traces,
-    };
+    });
     start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;
     tokio::select! {
         ending = stop => drain(&agent, &announcer, ms(config.shutdown.drain_ms_max), ending).await,
@@ -287,7 +287,7 @@ fn limit_ports(config: &mut Config, registry: &mut Registrar<'_>) -> AgentPortLi
 /// Called last, because it tells the supervisor that the agent is ready.
 fn start_data_port(
     listener: std::net::TcpListener,
-    context: TurnContext,
+    context: Arc<TurnContext>,
     queues: Option<Arc<StagedPrefillQueues>>,
     tls: Option<ServerTls>,
     port_limits: PortLimits,
@@ -295,7 +295,7 @@ fn start_data_port(
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let staged_prefill_routes = queues.map_or_else(Router::new, |queues| {
-        StagedPrefillRunner::new(queues, context.clone()).routes()
+        StagedPrefillRunner::new(queues, Arc::clone(&context)).routes()
     });
     let tasks = context.tasks.clone();
     let app = data_port::app(context, staged_prefill_routes);

@@ -51,7 +51,7 @@ const STAGE_TIME_MAX: Duration = Duration::from_secs(10);
 pub struct StagedPrefillRunner {
     /// The owner task reads them for its load reports.
     queues: Arc<StagedPrefillQueues>,
-    context: TurnContext,
+    context: Arc<TurnContext>,
     /// The queues' clock begins here.
     clock_start: Instant,
 }
@@ -106,11 +106,11 @@ impl Prompt {
 
 impl StagedPrefillRunner {
     #[must_use]
-    pub fn new(queues: Arc<StagedPrefillQueues>, context: TurnContext) -> Self {
+    pub fn new(queues: Arc<StagedPrefillQueues>, context: Arc<TurnContext>) -> Self {
         Self { queues, context, clock_start: service::clock::now() }
     }
 
-    pub fn routes(self) -> Router<TurnContext> {
+    pub fn routes(self) -> Router<Arc<TurnContext>> {
         let handler = move |request: Request| async move { self.respond(request).await };
         Router::new().route(PATH, post(handler))
     }

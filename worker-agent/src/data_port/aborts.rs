@@ -122,11 +122,11 @@ pub(super) fn answer_unsent(kind: Kind, parsed: &ParsedRequest) -> Result<Respon
     AbortedTurn { kind, rid, wants_stream, is_single }.answer()
 }
 
-pub(super) fn routes() -> Router<TurnContext> {
+pub(super) fn routes() -> Router<Arc<TurnContext>> {
     Router::new().route(PATH, post(serve))
 }
 
-async fn serve(State(context): State<TurnContext>, request: Request) -> Response {
+async fn serve(State(context): State<Arc<TurnContext>>, request: Request) -> Response {
     match abort(&context, request).await {
         Ok(()) => StatusCode::NO_CONTENT.into_response(),
         Err(refusal) => {

@@ -4,6 +4,8 @@
 //! ([`CONTROL_ROUTES`](contract::control::CONTROL_ROUTES)). The owner task hears of each call
 //! before the engine does, and of the engine's answer. The client gets that answer unchanged.
 
+use std::sync::Arc;
+
 use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
 use contract::control::{ADMIN, ControlRoute, Effect};
@@ -24,7 +26,7 @@ use crate::{
 };
 
 pub(super) async fn serve(
-    context: &TurnContext,
+    context: &Arc<TurnContext>,
     route: ControlRoute,
     request: Request,
 ) -> Result<Response, Refusal> {
@@ -35,7 +37,7 @@ pub(super) async fn serve(
     let held_body = context.body_budget.read(body).await?;
     let call = control_call(context, &head, held_body.bytes.clone());
     let (sender, answer) = oneshot::channel();
-    let context = context.clone();
+    let context = Arc::clone(context);
     let tasks = context.tasks.clone();
     // The engine carries the call out even if the client leaves, so its end must be seen. And what
     // has begun must end, or turns are held back for ever.

@@ -10,6 +10,7 @@ use std::{
     collections::VecDeque,
     future::Future as _,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -79,7 +80,7 @@ pub(super) struct Exchange {
     /// The span of the answer's body. Empty before the head, and after the end.
     stream: Span,
     trace: Trace,
-    context: TurnContext,
+    context: Arc<TurnContext>,
 }
 
 /// `None` is the end of the body.
@@ -93,7 +94,7 @@ enum EngineAnswer {
 impl Exchange {
     /// `abort_confirms_end`: after an abort by `engine_rid`, the turn's answer shows its end.
     pub(super) fn new(
-        context: TurnContext,
+        context: Arc<TurnContext>,
         (engine_rid, dp_rank): (String, u32),
         lease: TurnLease,
         answer: ResponseFuture,

@@ -97,7 +97,7 @@ pub(crate) fn stranger_text(error: &dyn std::fmt::Display) -> String {
 }
 
 pub(super) async fn demand_router(
-    State(context): State<TurnContext>,
+    State(context): State<Arc<TurnContext>>,
     mut request: Request,
     next: Next,
 ) -> Response {

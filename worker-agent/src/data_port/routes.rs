@@ -2,6 +2,8 @@
 //!
 //! Refusals become responses here, and are counted. This module reads no bodies.
 
+use std::sync::Arc;
+
 use axum::{
     Router,
     extract::{DefaultBodyLimit, Request, State},
@@ -24,11 +26,11 @@ use super::{
 };
 
 /// `/health` tells routers that the agent's process answers.
-pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
+pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) -> Router {
     let mut app = other_routes;
     for route in ROUTES {
         let methods = method_filter(route.kind);
-        let handler = move |State(context): State<TurnContext>, request: Request| async move {
+        let handler = move |State(context): State<Arc<TurnContext>>, request: Request| async move {
             Box::pin(respond(context, route, request)).await
         };
         app = app.route(route.path, on(methods, handler));
@@ -38,7 +40,7 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         .route("/v1/responses/{id}/cancel", post(pass_on))
         .merge(aborts::routes());
     for route in CONTROL_ROUTES {
-        let handler = move |State(context): State<TurnContext>, request: Request| async move {
+        let handler = move |State(context): State<Arc<TurnContext>>, request: Request| async move {
             match control::serve(&context, route, request).await {
                 Ok(response) => response,
                 Err(refusal) => answer_refused(&context, refusal),
@@ -49,7 +51,7 @@ pub fn app(context: TurnContext, other_routes: Router<TurnContext>) -> Router {
         app = app.route(route.path, on(methods, handler));
     }
     app = app.route("/health", get(|| async { StatusCode::OK }));
-    let router_auth = middleware::from_fn_with_state(context.clone(), demand_router);
+    let router_auth = middleware::from_fn_with_state(Arc::clone(&context), demand_router);
     // A layer is around all routes before it, the fallback too.
     app.fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
@@ -66,18 +68,18 @@ fn method_filter(kind: Kind) -> MethodFilter {
 }
 
 /// The router has checked who owns a stored response.
-async fn pass_on(State(context): State<TurnContext>, request: Request) -> Response {
+async fn pass_on(State(context): State<Arc<TurnContext>>, request: Request) -> Response {
     let (request_head, body) = request.into_parts();
     let passed = turn::pass_through(&context, &request_head, body).await;
     passed.unwrap_or_else(|refusal| answer_refused(&context, refusal))
 }
 
-async fn unknown_route(State(context): State<TurnContext>) -> Response {
+async fn unknown_route(State(context): State<Arc<TurnContext>>) -> Response {
     let refusal = Refusal::new(Code::RouteUnknown, "the agent doesn't serve this route");
     answer_refused(&context, refusal)
 }
 
-async fn wrong_method(State(context): State<TurnContext>) -> Response {
+async fn wrong_method(State(context): State<Arc<TurnContext>>) -> Response {
     let message = "this route doesn't support this method; use one that `Allow` lists";
     answer_refused(&context, Refusal::new(Code::MethodNotAllowed, message))
 }
@@ -87,7 +89,7 @@ fn answer_refused(context: &TurnContext, refusal: Refusal) -> Response {
     refusal.into_response()
 }
 
-async fn respond(context: TurnContext, route: Route, request: Request) -> Response {
+async fn respond(context: Arc<TurnContext>, route: Route, request: Request) -> Response {
     match turn::serve_request(&context, route, request).await {
         Ok(response) => response,
         Err(refusal) => {

@@ -59,7 +59,8 @@ const GROWTH_HEADER: HeaderName = HeaderName::from_static("x-berth-growth-tokens
 /// The value is the name of a `RunMode`.
 const RUN_MODE_HEADER: HeaderName = HeaderName::from_static("x-berth-session-turn");
 
-#[derive(Debug, Clone)]
+/// What all turns share. Each of them holds it.
+#[derive(Debug)]
 pub struct TurnContext {
     pub agent: AgentHandle,
     pub router_auth: RouterAuth,
@@ -100,7 +101,7 @@ impl TurnContext {
 /// Sends a turn of the agent itself on the path of turns from routers. `caller` is that of the
 /// client's request for which it is sent.
 pub async fn send_own_turn(
-    context: &TurnContext,
+    context: &Arc<TurnContext>,
     caller: Caller,
     envelope: TurnEnvelope,
     trace_headers: &HeaderMap,
@@ -116,7 +117,7 @@ pub async fn send_own_turn(
 }
 
 pub(super) async fn serve_request(
-    context: &TurnContext,
+    context: &Arc<TurnContext>,
     route: Route,
     request: Request,
 ) -> Result<Response, Refusal> {
@@ -130,7 +131,7 @@ pub(super) async fn serve_request(
 }
 
 async fn serve_traced(
-    context: &TurnContext,
+    context: &Arc<TurnContext>,
     route: Route,
     request: Request,
     envelope: Result<TurnEnvelope, envelope::Error>,
@@ -144,7 +145,7 @@ async fn serve_traced(
 }
 
 async fn serve_turn(
-    context: &TurnContext,
+    context: &Arc<TurnContext>,
     route: Route,
     request_head: http::request::Parts,
     body: Body,
@@ -222,7 +223,7 @@ struct ReadTurn {
 impl ReadTurn {
     async fn run_at_engine(
         self,
-        context: &TurnContext,
+        context: &Arc<TurnContext>,
         admitted: AdmittedTurn,
     ) -> Result<Response, Refusal> {
         let Self { route, turn_id, request_head, parsed, held_body, mut lease, running, trace } =
@@ -250,7 +251,7 @@ impl ReadTurn {
         let engine_turn = (engine_rid(route.kind, &lease.rid), turn.dp_rank);
         let answer = context.engine.send(outgoing);
         let mut exchange = Exchange::new(
-            context.clone(),
+            Arc::clone(context),
             engine_turn,
             lease,
             answer,
