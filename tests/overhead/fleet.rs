@@ -43,6 +43,10 @@ pub(crate) struct Plan {
     pub(crate) programs: PathBuf,
     /// The time of the engine for a token, in milliseconds.
     pub(crate) step_ms: u32,
+    /// A running engine. Not given: the worker has a simulated one of its own
+    pub(crate) engine: Option<SocketAddr>,
+    /// The core on which agent and router run. Not given: on all.
+    pub(crate) core: Option<u32>,
 }
 
 impl Plan {
@@ -50,7 +54,7 @@ impl Plan {
     /// wait for a timer would hide everything else.
     pub(crate) fn own() -> anyhow::Result<Self> {
         let (security, step_ms) = (Security::default(), 0);
-        Ok(Self { security, programs: own_programs()?, step_ms })
+        Ok(Self { security, programs: own_programs()?, step_ms, engine: None, core: None })
     }
 }
 
@@ -60,23 +64,24 @@ pub(crate) fn own_programs() -> anyhow::Result<PathBuf> {
     Ok(path.parent().context("a program without a folder")?.to_owned())
 }
 
+/// Returns what starts the program, on one core if it is given.
+pub(crate) fn command(program: &Path, core: Option<u32>) -> Command {
+    let Some(core) = core else { return Command::new(program) };
+    let mut command = Command::new("taskset");
+    command.args(["-c", &core.to_string()]).arg(program);
+    command
+}
+
 /// A process that is killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Process(Child);
 
 impl Process {
-    /// Starts one of the programs. Its log is a file in the folder.
-    fn start(
-        folder: &Path,
-        programs: &Path,
-        program: &str,
-        flags: &[&str],
-    ) -> anyhow::Result<Self> {
-        let log = File::create(folder.join(format!("{program}.log")))?;
-        let path = programs.join(program);
-        let mut command = Command::new(&path);
-        command.args(flags).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        Ok(Self(command.spawn().with_context(|| format!("{} can't start", path.display()))?))
+    /// Starts the command. Its log is a file of this name in the folder.
+    pub(crate) fn start(folder: &Path, name: &str, mut command: Command) -> anyhow::Result<Self> {
+        let log = File::create(folder.join(format!("{name}.log")))?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        Ok(Self(command.spawn().with_context(|| format!("{name} can't start"))?))
     }
 
     /// Returns the bytes of memory that are resident now, and the most that ever were.
@@ -114,7 +119,7 @@ pub(crate) struct Worker {
     pub(crate) agent: Process,
     host: IpAddr,
     folder: tempfile::TempDir,
-    _engine: Process,
+    _engine: Option<Process>,
 }
 
 impl Worker {
@@ -122,36 +127,49 @@ impl Worker {
     pub(crate) async fn start(plan: &Plan) -> anyhow::Result<Self> {
         let (host, folder) = (own_addr().ip(), tempfile::tempdir()?);
         write_secrets(folder.path(), host)?;
-        let port = ENGINE_PORT.to_string();
-        let step_ms = plan.step_ms;
-        let flags = [
-            &format!("--host={host}"),
-            &format!("--port={port}"),
-            "--enable-streaming-session",
-            "--enable-session-radix-cache",
-            "--enable-metrics",
-            "--health-ms=0",
-            "--prefill-tokens-per-s=1e12",
-            &format!("--decode-ms-per-step={step_ms}"),
-            // Room for a session of some hundred turns.
-            "--max-total-tokens=65536",
-            "--context-length=32768",
-        ];
-        let engine = Process::start(folder.path(), &own_programs()?, "engine-sim", &flags)?;
-        let settings = agent_settings(folder.path(), host, plan.security);
+        let own_engine = SocketAddr::new(host, ENGINE_PORT);
+        let engine = match plan.engine {
+            None => Some(start_engine(folder.path(), own_engine, plan.step_ms)?),
+            Some(_) => None,
+        };
+        let engine_addr = plan.engine.unwrap_or(own_engine);
+        let settings = agent_settings(folder.path(), host, engine_addr, plan.security);
         let config = folder.path().join("agent.toml");
         fs::write(&config, settings)?;
-        let config = config.display().to_string();
-        let flags = ["--config", &config];
-        let agent = Process::start(folder.path(), &plan.programs, "berth-agent", &flags)?;
+        let mut command = command(&plan.programs.join("berth-agent"), plan.core);
+        command.arg("--config").arg(config);
+        let agent = Process::start(folder.path(), "berth-agent", command)?;
         ready(&Web::default(), SocketAddr::new(host, ADMIN_PORT)).await;
         Ok(Self { agent, host, folder, _engine: engine })
+    }
+
+    /// Returns the address of the agent's port for turns.
+    pub(crate) fn data_addr(&self) -> SocketAddr {
+        SocketAddr::new(self.host, DATA_PORT)
     }
 
     /// Returns the address of the agent's control port.
     pub(crate) fn control_addr(&self) -> SocketAddr {
         SocketAddr::new(self.host, CONTROL_PORT)
     }
+}
+
+fn start_engine(folder: &Path, addr: SocketAddr, step_ms: u32) -> anyhow::Result<Process> {
+    let mut command = Command::new(own_programs()?.join("engine-sim"));
+    command.args([
+        &format!("--host={}", addr.ip()),
+        &format!("--port={}", addr.port()),
+        "--enable-streaming-session",
+        "--enable-session-radix-cache",
+        "--enable-metrics",
+        "--health-ms=0",
+        "--prefill-tokens-per-s=1e12",
+        &format!("--decode-ms-per-step={step_ms}"),
+        // Room for a session of some hundred turns.
+        "--max-total-tokens=65536",
+        "--context-length=32768",
+    ]);
+    Process::start(folder, "engine-sim", command)
 }
 
 /// A worker with a router before it, and a client of the router.
@@ -172,9 +190,9 @@ impl Fleet {
         let (folder, host, security) = (worker.folder.path(), worker.host, plan.security);
         let config = folder.join("router.toml");
         fs::write(&config, router_settings(folder, host, security))?;
-        let config = config.display().to_string();
-        let flags = ["--config", &config];
-        let router = Process::start(folder, &plan.programs, "berth-router", &flags)?;
+        let mut command = command(&plan.programs.join("berth-router"), plan.core);
+        command.arg("--config").arg(config);
+        let router = Process::start(folder, "berth-router", command)?;
         ready(&Web::default(), SocketAddr::new(host, ROUTER_ADMIN_PORT)).await;
         let scheme = if security.client_tls { "https" } else { "http" };
         Ok(Self {
@@ -184,6 +202,11 @@ impl Fleet {
             router,
             worker,
         })
+    }
+
+    /// Returns the address of the router's port for turns.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        SocketAddr::new(self.worker.host, ROUTER_PORT)
     }
 
     /// Returns the process of the agent.
@@ -207,9 +230,9 @@ fn client(folder: &Path, security: Security) -> anyhow::Result<Web> {
     Ok(Web::with_tls(files.start(&metrics, &Tasks::default())?))
 }
 
-fn agent_settings(folder: &Path, host: IpAddr, security: Security) -> String {
+fn agent_settings(folder: &Path, host: IpAddr, engine: SocketAddr, security: Security) -> String {
     let mut settings = format!(
-        "worker_id = \"w0\"\nengine.url = \"http://{host}:{ENGINE_PORT}\"\n\
+        "worker_id = \"w0\"\nengine.url = \"http://{engine}\"\n\
          engine.vocabulary = 320\ngpu.nvml_library = \"no-nvml\"\n\
          files.state_dir = {:?}\nlisten.data_addr = \"{host}:{DATA_PORT}\"\n\
          listen.control_addr = \"{host}:{CONTROL_PORT}\"\n\

@@ -4,6 +4,7 @@
 //! - `hops`: what a turn costs in this build and in another one.
 //! - `latency`: the time that certificates and keys add to a turn.
 //! - `memory`: the memory of an agent with many sessions and watchers.
+//! - `peers`: what a request costs, beside the routers that people use instead.
 
 #![expect(clippy::print_stdout, reason = "the results are its output")]
 
@@ -11,6 +12,7 @@ mod fleet;
 mod hops;
 mod latency;
 mod memory;
+mod peers;
 
 use clap::{Parser, Subcommand};
 use service::signal::StopSignals;
@@ -33,6 +35,8 @@ enum What {
     Tls(latency::Options),
     /// Prints the memory of an agent with many sessions and watchers.
     Memory(memory::Options),
+    /// Compares what a request costs with other routers and with nginx.
+    Peers(peers::Options),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -55,6 +59,7 @@ async fn measure(options: &Options) -> anyhow::Result<()> {
         What::Hops(hops) => show(&hops::measure(hops).await?, options.json),
         What::Tls(tls) => show(&latency::measure(tls).await?, options.json),
         What::Memory(memory) => show(&memory::measure(memory).await?, options.json),
+        What::Peers(peers) => show(&peers::measure(peers).await?, options.json),
     }
 }
 

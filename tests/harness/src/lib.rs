@@ -6,6 +6,7 @@ pub mod certificates;
 pub mod cluster;
 pub mod envelope;
 pub mod fleet;
+pub mod guide;
 pub mod keys;
 pub mod nvml;
 pub mod process;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::Context as _;
+use harness::guide;
 use plotters::prelude::*;
 
 use crate::{
@@ -13,8 +13,6 @@ use crate::{
 
 /// The size of a picture in pixels.
 const PICTURE: (u32, u32) = (760, 420);
-/// What stands in the guide before and after the generated part.
-const MARKS: [&str; 2] = ["<!-- figures of", "<!-- end of the figures -->"];
 
 /// All runs of an arm in a scenario.
 struct Row<'a> {
@@ -185,15 +183,6 @@ struct Picture<'a> {
 /// # Errors
 /// Fails if the guide has no such part, or a file can't be written.
 pub fn write_guide(folder: &Path, stage: &str, outcomes: &[Outcome]) -> anyhow::Result<()> {
-    let guide = folder.join("pressure.md");
-    let text = std::fs::read_to_string(&guide)
-        .with_context(|| format!("{} can't be read", guide.display()))?;
-    let begin = format!("{} {stage} -->", MARKS[0]);
-    let parts = text
-        .split_once(&begin)
-        .and_then(|(before, rest)| rest.split_once(MARKS[1]).map(|(_, after)| (before, after)));
-    let (before, after) =
-        parts.with_context(|| format!("{} has no line {begin}", guide.display()))?;
     let pictures = [
         Picture {
             title: "First token of the main agent's last turn",
@@ -223,9 +212,8 @@ pub fn write_guide(folder: &Path, stage: &str, outcomes: &[Outcome]) -> anyhow::
     measured.dedup();
     let measured = format!("Measured on {}.", measured.join(" and "));
     let (quiet, tables) = (quiet.collect::<String>(), tables.join("\n"));
-    let section = format!("{begin}\n\n{measured}\n\n{shown}{quiet}{tables}\n{}", MARKS[1]);
-    std::fs::write(&guide, format!("{before}{section}{after}"))?;
-    Ok(())
+    let text = format!("{measured}\n\n{shown}{quiet}{tables}");
+    guide::write_figures(&folder.join("pressure.md"), stage, &text)
 }
 
 impl Picture<'_> {
