@@ -7,6 +7,7 @@ use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::ensure;
 use harness::guide::write_figures;
+use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use self::{
@@ -152,11 +153,17 @@ pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
             Err(why) => left_out.push(format!("{name}: {why}")),
         }
     }
+    let asked: Vec<&Row> = ROWS.iter().filter(|row| row.name.contains(&options.rows)).collect();
+    let style = ProgressStyle::with_template("{pos}/{len} {msg}, {elapsed} so far")?;
+    let progress = ProgressBar::new(asked.len() as u64).with_style(style);
+    progress.enable_steady_tick(Duration::from_secs(1));
     let mut rows = vec![];
-    for row in ROWS.iter().filter(|row| row.name.contains(&options.rows)) {
-        eprintln!("{}", row.name);
+    for row in asked {
+        progress.set_message(row.name);
         rows.push(compare(row, &contenders, options).await?);
+        progress.inc(1);
     }
+    progress.finish_and_clear();
     let mut stream_bytes = vec![];
     if "memory".contains(&options.rows) {
         for contender in contenders.iter().filter(|contender| contender.has_processes()) {

@@ -37,7 +37,7 @@ enum Running {
     None,
     Peer { process: Process, folder: tempfile::TempDir },
     Agent(Worker),
-    Both(Fleet),
+    Both(Box<Fleet>),
 }
 
 /// A contender, and where clients reach it.
@@ -87,7 +87,7 @@ pub(crate) async fn start(
         }
         "router + agent" => {
             let fleet = Fleet::start(&plan).await?;
-            (fleet.addr(), Running::Both(fleet))
+            (fleet.addr(), Running::Both(Box::new(fleet)))
         }
         name => {
             let (host, folder) = (own_addr().ip(), tempfile::tempdir()?);
