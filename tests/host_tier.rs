@@ -24,6 +24,7 @@ const LOOKED_WITHIN: Duration = Duration::from_secs(3);
 
 struct Fleet {
     cluster: Cluster,
+    engine_urls: Vec<String>,
     _shims: Vec<SimShim>,
 }
 
@@ -35,7 +36,7 @@ impl Fleet {
     async fn start_of(workers: usize, has_host_tier: bool, policy: WritePolicy) -> Self {
         let web = Web::default();
         let mut cluster = Cluster { engines: vec![], agents: vec![], routers: vec![], web };
-        let mut shims = vec![];
+        let (mut engine_urls, mut shims) = (vec![], vec![]);
         for number in 0..workers {
             let mut config =
                 Config { kv_events: Some(KvEventsConfig::local()), ..Config::default() };
@@ -50,6 +51,7 @@ impl Fleet {
             let engine = Arc::new(EngineSim::start_local(config).await.unwrap());
             let agent = Agent::start(agent_config(&engine.url(), &format!("w{number}"))).unwrap();
             ready(&cluster.web, agent.admin).await;
+            engine_urls.push(engine.url());
             shims.push(SimShim::start_demoting(engine, agent.shim_socket.clone()));
             cluster.agents.push(agent);
         }
@@ -64,7 +66,7 @@ impl Fleet {
                 })
                 .await;
         }
-        Self { cluster, _shims: shims }
+        Self { cluster, engine_urls, _shims: shims }
     }
 
     async fn ask(&self, number: u32) -> Answer {
@@ -118,7 +120,8 @@ async fn what_the_device_evicts_is_loaded_back_where_it_is() {
     assert!(loaded > u64::from(PROMPTS * PROMPT_TOKENS / 2), "{loaded} tokens were loaded");
     // The last page of each prompt is computed in any case.
     let least = u64::from(PROMPTS) * 16;
-    assert!(computed <= least + all_computed / 10, "{computed} of {all_computed} tokens again");
+    // A few prompts go elsewhere where a busy machine's engine computes more slowly than it says.
+    assert!(computed <= least + all_computed / 5, "{computed} of {all_computed} tokens again");
 
     let workers = with_tier.cluster.get("/v1/workers").await.json();
     let tokens = |worker: &Value| worker["load"]["host"]["used_tokens"]["value"].as_u64().unwrap();
@@ -212,11 +215,13 @@ async fn a_session_that_its_client_expects_back_is_loaded_before_it_returns() {
     let sessions = Sessions::start(true).await;
     let loaded = async || {
         let metrics = sessions.fleet.cluster.agent_metrics().await;
-        metrics.contains("tokens_total{use=\"loaded\"} 560\n")
+        let (_, after) = metrics.split_once("tokens_total{use=\"loaded\"} ").unwrap_or_default();
+        after.lines().next().and_then(|count| count.parse().ok()).unwrap_or(0_u64)
     };
     // The agent may look before the session is evicted, and then loads nothing. The next time it
     // looks later, by the time of the last rest.
     eventually("the load", async || {
+        let before = loaded().await;
         let mut body = ids_turn(&prompt(0, 560), 1);
         body["nvext"] = json!({"agent_hints": {"speculative_prefill": true}});
         sessions.turn_with(0, body).await;
@@ -226,7 +231,7 @@ async fn a_session_that_its_client_expects_back_is_loaded_before_it_returns() {
         }
         let looked = tokio::time::timeout(
             LOOKED_WITHIN,
-            eventually("it", async || loaded().await.then_some(())),
+            eventually("it", async || (loaded().await > before).then_some(())),
         );
         looked.await.ok()
     })
@@ -285,6 +290,10 @@ async fn a_prefetch_takes_no_room_from_a_running_turn() {
     for number in 0..12 {
         sessions.turn(number, 560).await;
     }
+    let fleet = &sessions.fleet;
+    let slow = json!({"forward_sleep_time": 0.05});
+    let slowed = fleet.cluster.web.post(&format!("{}/slow_down", fleet.engine_urls[0]), &[], &slow);
+    assert_eq!(slowed.await.unwrap().status, StatusCode::OK, "so that the turn lasts");
     let body = ids_turn(&prompt(200, 3600), 400);
     let running = sessions.fleet.cluster.stream("/generate", &[], body).await;
     let refused = sessions.prefetch(0).await;

@@ -169,7 +169,8 @@ async fn a_turn_whose_body_comes_when_its_agent_stops_may_be_sent_elsewhere() {
     let agent = cluster.agents.pop().unwrap();
     let (url, ready_url) = (format!("http://{}/generate", agent.data), agent.admin_url("/readyz"));
     let (web, long) = (&cluster.web, text_turn("a long turn", 300));
-    // The agent doesn't end before this turn has.
+    // The agent doesn't end before this turn has, which ends when the late body was answered.
+    cluster.slow_down(0.3).await;
     let run_long = async { web.post(&url, &[], &long).await.unwrap() };
     let metrics_url = agent.admin_url("/metrics");
     let stop = async {
@@ -187,6 +188,7 @@ async fn a_turn_whose_body_comes_when_its_agent_stops_may_be_sent_elsewhere() {
         .await;
         // The session is closed by now.
         assert_refused(&client.send_body().await, "HTTP/1.1 503", "stopping");
+        cluster.slow_down(0.0).await;
     };
     let (answer, (), ()) = tokio::join!(run_long, stop, send_late);
     assert_eq!(answer.status, 200, "{}", answer.text());

@@ -362,6 +362,7 @@ async fn through_a_router_a_restart_costs_only_answers_to_try_again() {
     let first = cluster.turn("/generate", &headers, &turn("The quick brown fox jumps", 6)).await;
     assert_eq!(first.meta("prompt_tokens"), Some(25), "{}", first.text());
 
+    let began = service::clock::now();
     let next = async {
         eventually("the session's next turn", || async {
             let answer = cluster.post("/generate", &headers, &turn(" over the", 6)).await;
@@ -370,7 +371,9 @@ async fn through_a_router_a_restart_costs_only_answers_to_try_again() {
             }
             assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{}", answer.text());
             let retry_s: u64 = answer.header("retry-after").parse().unwrap();
-            assert!(retry_s <= 3, "{retry_s}");
+            // As long as the outage lasts, which is longer on a busy machine.
+            let longest = began.elapsed().as_secs().max(2) + 1;
+            assert!(retry_s <= longest, "{retry_s} s of {longest}");
             None
         })
         .await

@@ -14,7 +14,7 @@ use harness::{
     cluster::{Agent, Cluster, agent_config, eventually, ids_turn, ready, router_config},
     web::Answer,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Tokens of each pool.
 const POOL_TOKENS: usize = 4096;
@@ -91,6 +91,7 @@ impl Fleet {
         let mut by_worker: BTreeMap<String, u32> = BTreeMap::new();
         for number in first..first + 20 {
             *by_worker.entry(worker(&self.ask(number, 1).await)).or_default() += 1;
+            self.settle().await;
         }
         by_worker.get(wanted).copied().unwrap_or(0)
     }
@@ -117,8 +118,8 @@ impl Fleet {
         answer
     }
 
-    /// Waits until the router knows what each engine holds. On a busy machine KV events may come
-    /// after the next prompt, which is then computed elsewhere and evicts another.
+    /// Waits until the router knows what each engine holds, and that none computes. On a busy machine
+    /// events and reports may come after the next prompt, which then goes elsewhere.
     async fn settle(&self) {
         eventually("the events of all that the engines hold", async || {
             let mut held = 0;
@@ -132,7 +133,9 @@ impl Fleet {
             let answer = self.cluster.get("/v1/workers").await.json();
             let workers = answer["workers"].as_array().unwrap();
             let known = workers.iter().map(|worker| worker["kv"]["resident_blocks"].as_u64());
-            (known.sum::<Option<u64>>() == Some(held as u64)).then_some(())
+            let is_idle = |worker: &Value| worker["load"]["turns_running"] == 0;
+            let is_known = known.sum::<Option<u64>>() == Some(held as u64);
+            (is_known && workers.iter().all(is_idle)).then_some(())
         })
         .await;
     }
@@ -176,6 +179,7 @@ async fn a_conversation_stays_where_its_kv_is() {
         [worker(&fleet.ask(0, 1).await), worker(&fleet.ask(1, 1).await)].into();
     for turns in 2..5 {
         for (number, home) in (0..).zip(&homes) {
+            fleet.settle().await;
             let answer = fleet.ask(number, turns).await;
             if worker(&answer) != *home {
                 let record = fleet.cluster.placement_record(&answer).await;
@@ -208,7 +212,9 @@ async fn a_worker_whose_first_turn_was_slow_gets_its_share_of_conversations() {
     let mut numbers = 0..100;
     let mut next_of_slow = async || {
         for number in numbers.by_ref().take(20) {
-            if worker(&fleet.ask(number, 1).await) == "w2/0" {
+            let asked = worker(&fleet.ask(number, 1).await);
+            fleet.settle().await;
+            if asked == "w2/0" {
                 return true;
             }
         }

@@ -94,14 +94,14 @@ export class Fleet {
     return fetch(`http://${HOST}:${this.data}${path}`, { ...options, headers });
   }
 
-  /** Starts a turn of a pinned session, which takes five seconds. */
+  /** Starts a turn of a pinned session, which takes twelve seconds. */
   async startTurn(session) {
     const answer = await this.ask("/generate", {
       method: "POST",
       headers: { "content-type": "application/json", "x-berth-session-id": session },
       body: JSON.stringify({
         text: "word ".repeat(40), stream: true,
-        sampling_params: { max_new_tokens: 500, ignore_eos: true },
+        sampling_params: { max_new_tokens: 1200, ignore_eos: true },
       }),
     });
     if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);

@@ -69,7 +69,7 @@ async fn each_way_out_of_a_turn_gives_back_all_that_it_held() {
     let mut a = Agent::start("a");
     let mut settings = config(&[&a]);
     settings.limits.turns_in_flight_max = 1;
-    settings.timeouts.turn_ms_max = 3_000;
+    settings.timeouts.turn_ms_max = 8_000;
     let router = Router::start_with(settings).await;
     wait_until("the router is ready", async || router.is_ready().await).await;
     let opened = router.call(Method::POST, "/v1/sessions", &[], r#"{"session_id":"s"}"#).await;

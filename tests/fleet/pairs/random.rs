@@ -34,11 +34,11 @@ pub(super) async fn nothing_leaks(place: Place) -> anyhow::Result<String> {
     let engines = Engines { prefill: 2, decode: 2, whole: 0 };
     let change = |_: usize, config: &mut engine_sim::Config| {
         config.core.max_total_tokens = 4096;
-        config.hand_off.bootstrap_timeout = Duration::from_millis(400);
+        config.hand_off.bootstrap_timeout = Duration::from_millis(1600);
         config.requests_seen_max = 0;
     };
     let change_router = |config: &mut router::config::Config| {
-        config.timeouts.bootstrap_ms_max = 250;
+        config.timeouts.bootstrap_ms_max = 1000;
         // If turns kept their places, this few would be used up soon.
         config.limits.turns_in_flight_max = 64;
     };

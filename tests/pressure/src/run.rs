@@ -28,8 +28,8 @@ const TURN_STALLS: u32 = 6;
 const PROBE: Duration = Duration::from_secs(5);
 /// How long KV may stay after the close of its session, with no turn meanwhile.
 const FREED_WITHIN: Duration = Duration::from_secs(2);
-/// The time in which all figures of a quiet engine have arrived.
-const SETTLED: Duration = Duration::from_millis(400);
+/// The time in which all figures of a quiet engine have arrived, also on a busy machine.
+const SETTLED: Duration = Duration::from_millis(1500);
 /// The most retries of a turn after a 429 with `Retry-After`.
 const RETRIES_MAX: u32 = 2;
 /// The priorities of a main agent's KV and of a subagent's. What has none is worth least.

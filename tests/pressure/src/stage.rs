@@ -29,7 +29,7 @@ const REPORT_PAUSE: Duration = Duration::from_millis(50);
 /// The time after which an idle pinned session gives way: ten times the longest pause of a tool.
 const DEMOTE_IDLE_MS: u64 = 1000;
 /// How long no turn may get on. The slowest takes a second.
-const STALL_MAX: Duration = Duration::from_secs(8);
+const STALL_MAX: Duration = Duration::from_secs(20);
 
 /// What an arm runs on.
 #[derive(Debug)]

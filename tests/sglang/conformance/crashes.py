@@ -56,21 +56,21 @@ def dies(engine: Engine, flow: Flow | None) -> None:
 def test_two_first_turns_in_one_batch(engine: Engine) -> None:
     session = engine.open()
     # No pass ends between two arrivals, so that all begin in one.
-    engine.sleep_in_forward(0.3)
+    engine.sleep_in_forward(1)
     # Equal lengths free all rows in the same pass, so the next batch holds both turns.
     busy = [engine.pending(None, ids(10, 10 + n), 120) for n in range(ROWS)]
     engine.until("all rows are taken", lambda: engine.load()["num_running_reqs"] == ROWS)
-    engine.sleep_in_forward(0.03)
     both = [engine.pending(session, ids(20, 30 + n), 4) for n in range(2)]
     engine.until_queued(2)
+    engine.sleep_in_forward(0.03)
     dies(engine, None)
     for turn in busy:
         # Its answer may have been on its way when the engine died.
         with contextlib.suppress(OSError):
-            turn.end(1).good()
+            turn.end(30).good()
     for turn in both:
         try:
-            reply = turn.end(1)
+            reply = turn.end(30)
         except OSError:
             continue
         raise AssertionError(f"a turn was answered: {reply}")
@@ -100,7 +100,7 @@ def test_a_token_outside_the_vocabulary(engine: Engine) -> None:
     doomed = engine.generate_later(body([5000], 4))
     dies(engine, flow)
     try:
-        reply = doomed.end(1)
+        reply = doomed.end(30)
     except OSError:
         return
     raise AssertionError(f"the request was answered: {reply}")

@@ -101,7 +101,7 @@ def test_what_was_prefilled_is_counted_with_its_time(engine: Engine) -> None:
 
 @in_groups("page16", "page1")
 def test_prompts_that_wait_are_estimated(engine: Engine) -> None:
-    with engine.slow():
+    with engine.slow(0.2):
         running = [engine.flow(None, ids(20, salt), 150) for salt in range(engine.group.rows)]
         for flow in running:
             flow.first()

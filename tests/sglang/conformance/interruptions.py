@@ -53,7 +53,7 @@ def test_an_abort_of_the_first_turn(engine: Engine) -> None:
 def test_an_abort_in_the_queue_keeps_the_slot(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 20).good()
-    with engine.slow():
+    with engine.slow(0.2):
         flows = [engine.flow(None, ids(10, 10 + n), 200) for n in range(ROWS - 1)]
         for flow in flows:
             flow.first()

@@ -241,7 +241,7 @@ def test_an_aborted_session_turn_shows_the_whole_chain(engine: Engine) -> None:
     page, tape = engine.group.page_size, Tape(engine)
     session = engine.open()
     one = engine.turn(session, ids(40, 1), 20).good()
-    with engine.slow():
+    with engine.slow(0.2):
         flow = engine.flow(session, ids(40, 2), 100, rid="aborted-kv")
         flow.first()
         engine.abort("aborted-kv")

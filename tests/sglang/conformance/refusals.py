@@ -279,7 +279,7 @@ def test_the_openai_routes_drop_session_params(engine: Engine) -> None:
 
 @in_groups("page16")
 def test_a_queued_abort_has_no_status_keys(engine: Engine) -> None:
-    with engine.slow():
+    with engine.slow(0.2):
         running = [engine.pending(None, ids(10, salt), 200) for salt in range(8)]
         engine.until("all rows are taken", lambda: engine.load()["num_running_reqs"] == 8)
         queued = engine.pending(None, ids(10, 9), 10, rid="queued-one")

@@ -122,7 +122,7 @@ def test_admission_needs_more_than_the_exact_room(engine: Engine) -> None:
 def test_a_refused_turn_waits_like_any_other(engine: Engine) -> None:
     session = engine.open()
     engine.turn(session, ids(40, 1), 4).good()
-    with engine.slow():
+    with engine.slow(0.2):
         flows = [engine.flow(None, ids(10, 10 + n), 200) for n in range(ROWS - 1)]
         for flow in flows:
             flow.first()

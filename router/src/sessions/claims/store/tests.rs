@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Life of a claim, longer than a machine stops for a moment. etcd counts in seconds.
-const TTL_MS: u64 = 3_000;
+const TTL_MS: u64 = 6_000;
 /// How long a claim may take on a busy machine.
 const TIME_MAX: Duration = Duration::from_secs(5);
 
