@@ -15,8 +15,9 @@ use service::clock::now;
 /// Aborts are repeated because the engine forgets one that arrives before its turn.
 const ABORT_INTERVAL: Duration = Duration::from_millis(500);
 /// Routers must tell a planned end from a crash: only after the former may a successor take up the
-/// sessions. So they hear of it before the agent's connections end.
-const NOTICE: Duration = Duration::from_millis(200);
+/// sessions. So they hear of it before the agent's connections end. A router or an agent on a busy
+/// machine may stand still for hundreds of milliseconds.
+const NOTICE: Duration = Duration::from_secs(1);
 
 pub(super) enum Drain {
     Serving {
