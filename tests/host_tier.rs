@@ -292,8 +292,9 @@ async fn a_prefetch_takes_no_room_from_a_running_turn() {
     }
     let fleet = &sessions.fleet;
     let slow = json!({"forward_sleep_time": 0.05});
-    let slowed = fleet.cluster.web.post(&format!("{}/slow_down", fleet.engine_urls[0]), &[], &slow);
-    assert_eq!(slowed.await.unwrap().status, StatusCode::OK, "so that the turn lasts");
+    let url = format!("{}/slow_down", fleet.engine_urls[0]);
+    let slowed = fleet.cluster.web.post(&url, &[], &slow).await.unwrap();
+    assert_eq!(slowed.status, StatusCode::OK, "so that the turn lasts");
     let body = ids_turn(&prompt(200, 3600), 400);
     let running = sessions.fleet.cluster.stream("/generate", &[], body).await;
     let refused = sessions.prefetch(0).await;
