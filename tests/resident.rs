@@ -379,7 +379,7 @@ async fn a_slow_watcher_of_a_large_cache_delays_no_report_and_only_it_is_disconn
             fast.wait_for_changes(CHANGES * (number + 1)).await;
         }
         // On a busy machine all batches may take longer than those 20 s.
-        if number % 100 == 99 && disconnected.is_none() {
+        if number % 250 == 249 && disconnected.is_none() {
             disconnected = slow.receive().await.err();
         }
     }

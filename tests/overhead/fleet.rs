@@ -43,7 +43,7 @@ pub(crate) struct Plan {
     pub(crate) programs: PathBuf,
     /// The time of the engine for a token, in milliseconds.
     pub(crate) step_ms: u32,
-    /// A running engine. Not given: the worker has a simulated one of its own
+    /// A running engine. Not given: the worker has a simulated one of its own.
     pub(crate) engine: Option<SocketAddr>,
     /// The core on which agent and router run. Not given: on all.
     pub(crate) core: Option<u32>,
@@ -99,7 +99,8 @@ impl Process {
     pub(crate) fn processor_seconds(&self) -> anyhow::Result<f64> {
         let mut nanoseconds = 0.0;
         for thread in fs::read_dir(format!("/proc/{}/task", self.0.id()))? {
-            let text = fs::read_to_string(thread?.path().join("schedstat"))?;
+            // A thread may end meanwhile.
+            let Ok(text) = fs::read_to_string(thread?.path().join("schedstat")) else { continue };
             nanoseconds += text.split(' ').next().context("no figure")?.parse::<f64>()?;
         }
         Ok(nanoseconds / 1e9)

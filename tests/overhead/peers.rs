@@ -1,12 +1,12 @@
 //! Measures what a request costs through Berth, beside the routers that people use instead.
 //!
-//! Each is alone on one core; the engine and the clients, which are this process, are on another.
-//! The contenders take turns, so that a noisy machine disturbs all of them alike.
+//! They share one core and take turns there; the engine and the clients, which are this process, are
+//! on another. A noisy machine disturbs all of them alike.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::ensure;
-use harness::guide::write_figures;
+use harness::guide;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -24,9 +24,11 @@ mod mock;
 /// The streams that are open at once where memory is measured. By default, an agent lets hardly
 /// more turns into its engine.
 const HELD_STREAMS: usize = 500;
-/// The contenders that aren't ours. The best of them is what Berth is compared with.
+/// The routers that people use; nginx only passes on. Berth is compared with the best of them.
 const PEERS: [&str; 3] = ["sglang-router", "smg", "vllm-router"];
 const BERTH: &str = "router + agent";
+/// The name of the table's place in the guide.
+const GUIDE_FIGURES: &str = "peers";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
@@ -50,7 +52,7 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 1)]
     core: u32,
     /// Write the table into this guide
-    #[arg(long, requires = "measured")]
+    #[arg(long, requires = "measured", conflicts_with_all = ["only", "rows"])]
     guide: Option<PathBuf>,
     /// When and where it is measured, for the guide
     #[arg(long)]
@@ -85,7 +87,7 @@ const ROWS: [Row; 9] = [
         64,
         Request { chunks: 64, is_paced: true, ..STREAM },
     ),
-    // The engine that keeps sessions is slower than the mock; only Berth's turns reach it.
+    // The engine that keeps sessions is slower than the mock, and only Berth's turns reach it.
     row("tagged sessions, 32 connections", 32, Request { has_session: true, ..SMALL }),
 ];
 
@@ -120,8 +122,10 @@ impl Costs {
 struct RowFigures {
     row: &'static str,
     is_stream: bool,
+    /// Whether all contenders have the same engine behind them.
+    is_comparable: bool,
     contenders: Vec<(&'static str, Costs)>,
-    /// How far a contender's processor time lies from its median in a round; of all, the median.
+    /// How far a contender's processor time lies from its median in a round, at most.
     noise: f64,
 }
 
@@ -141,18 +145,23 @@ pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
     for name in &options.only {
         ensure!(NAMES.contains(&name.as_str()), "no contender {name}; there are {NAMES:?}");
     }
+    if let Some(guide) = &options.guide {
+        // Now, and not after all was measured.
+        guide::check(guide, GUIDE_FIGURES)?;
+    }
+    service::descriptors::raise_limit();
     let mock = Mock::start().await?;
     let setup = Setup { engine: mock.addr, python: options.python.clone(), core: options.core };
     let (mut contenders, mut left_out) = (vec![], vec![]);
-    for name in NAMES {
-        if !options.only.is_empty() && !options.only.iter().any(|only| only == name) {
-            continue;
-        }
+    let is_asked =
+        |name: &&str| options.only.is_empty() || options.only.iter().any(|it| it == name);
+    for name in NAMES.into_iter().filter(is_asked) {
         match contenders::start(name, &setup).await? {
             Ok(contender) => contenders.push(contender),
             Err(why) => left_out.push(format!("{name}: {why}")),
         }
     }
+    ensure!(!contenders.is_empty(), "nothing to measure. Left out: {}", left_out.join("; "));
     let asked: Vec<&Row> = ROWS.iter().filter(|row| row.name.contains(&options.rows)).collect();
     let style = ProgressStyle::with_template("{pos}/{len} {msg}, {elapsed} so far")?;
     let progress = ProgressBar::new(asked.len() as u64).with_style(style);
@@ -166,14 +175,19 @@ pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
     progress.finish_and_clear();
     let mut stream_bytes = vec![];
     if "memory".contains(&options.rows) {
-        for contender in contenders.iter().filter(|contender| contender.has_processes()) {
-            stream_bytes.push((contender.name, bytes_per_stream(contender).await?));
+        for contender in contenders.into_iter().filter(Contender::has_processes) {
+            let name = contender.name;
+            drop(contender);
+            // A fresh one: what an allocator keeps of the rows before would serve the streams.
+            if let Ok(fresh) = contenders::start(name, &setup).await? {
+                stream_bytes.push((name, bytes_per_stream(&fresh).await?));
+            }
         }
     }
     let Options { rounds, seconds, .. } = *options;
     let figures = Figures { rounds, seconds, rows, stream_bytes, left_out };
     if let (Some(guide), Some(measured)) = (&options.guide, &options.measured) {
-        write_figures(guide, "peers", &format!("Measured on {measured}. {figures}"))?;
+        guide::write_figures(guide, GUIDE_FIGURES, &format!("Measured on {measured}. {figures}"))?;
     }
     Ok(figures)
 }
@@ -192,13 +206,17 @@ async fn compare(
         }
     }
     let medians: Vec<Costs> = rounds.iter().map(|costs| Costs::medians(costs)).collect();
-    let off = rounds.iter().zip(&medians).flat_map(|(costs, middle)| {
+    let has_processes = contenders.iter().map(Contender::has_processes);
+    let measured = rounds.iter().zip(&medians).zip(has_processes).filter(|(_, has)| *has);
+    let off = measured.flat_map(|((costs, middle), _)| {
         costs.iter().map(|costs| (costs.processor / middle.processor.max(1e-9) - 1.0).abs())
     });
+    let noise = off.reduce(f64::max).unwrap_or_default();
     Ok(RowFigures {
         row: row.name,
         is_stream: row.request.chunks > 0,
-        noise: median(off),
+        is_comparable: !row.request.has_session,
+        noise,
         contenders: contenders.iter().map(|contender| contender.name).zip(medians).collect(),
     })
 }
@@ -255,9 +273,9 @@ impl fmt::Display for Figures {
             let cells: Vec<String> = names.iter().map(cell).collect();
             writeln!(out, "| memory for an open stream, KiB | {} | |", cells.join(" | "))?;
         }
-        if !self.rows.is_empty() {
+        if self.rounds > 1 && !self.rows.is_empty() {
             let noise = median(noises);
-            writeln!(out, "\nA contender's processor time differs by {noise:.0} % by itself.")?;
+            writeln!(out, "\nFrom round to round, processor times differ by up to {noise:.0} %.")?;
         }
         self.left_out.iter().try_for_each(|why| writeln!(out, "Left out: {why}."))
     }
@@ -285,6 +303,7 @@ impl RowFigures {
                 .iter()
                 .filter_map(|name| of(name))
                 .reduce(|one, other| if *is_less_better { one.min(other) } else { one.max(other) });
+            let best = best.filter(|_| self.is_comparable);
             let ratio = of(BERTH).zip(best).map(|(berth, best)| format!("{:.2}", berth / best));
             let ratio = ratio.unwrap_or_default();
             writeln!(out, "| {}: {what} | {} | {ratio} |", self.row, cells.join(" | "))?;

@@ -21,7 +21,7 @@ pub(crate) struct Request {
     pub(crate) chunks: u32,
     /// Whether a chunk takes its time.
     pub(crate) is_paced: bool,
-    /// Whether each client is a session, by the headers of all contenders.
+    /// Whether each client is a session, by the headers that the contenders know for it.
     pub(crate) has_session: bool,
 }
 

@@ -106,7 +106,10 @@ async fn serve(listener: TcpListener, behind: String, tasks: Tasks) {
             accepted = listener.accept() => accepted,
             () = token.cancelled() => return,
         };
-        let Ok((stream, _)) = accepted else { continue };
+        let Ok((stream, _)) = accepted else {
+            tokio::time::sleep(PACE).await;
+            continue;
+        };
         let _ = stream.set_nodelay(true);
         let (web, behind, token) = (web.clone(), behind.clone(), token.clone());
         tasks.spawn(async move {

@@ -28,8 +28,11 @@ const TURN_STALLS: u32 = 6;
 const PROBE: Duration = Duration::from_secs(5);
 /// How long KV may stay after the close of its session, with no turn meanwhile.
 const FREED_WITHIN: Duration = Duration::from_secs(2);
-/// The time in which all figures of a quiet engine have arrived, also on a busy machine.
-const SETTLED: Duration = Duration::from_millis(1500);
+/// The time in which all figures of a quiet engine have arrived. Shorter than sessions idle before
+/// they are demoted.
+const SETTLED: Duration = Duration::from_millis(400);
+/// At the end of a run nobody is in a hurry, and a busy machine's figures come later.
+const SETTLED_AT_END: Duration = Duration::from_millis(1500);
 /// The most retries of a turn after a 429 with `Retry-After`.
 const RETRIES_MAX: u32 = 2;
 /// The priorities of a main agent's KV and of a subagent's. What has none is worth least.
@@ -136,7 +139,7 @@ pub async fn play(
         if run.results.lock().turns.len() < planned {
             run.probe_for_end().await;
         }
-        tokio::time::sleep(SETTLED).await;
+        tokio::time::sleep(SETTLED_AT_END).await;
     };
     tokio::select! {
         () = all => {}

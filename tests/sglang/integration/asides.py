@@ -125,6 +125,7 @@ def test_a_message_after_esc_finds_its_history(fleet: Fleet) -> None:
         if cached >= least and waited < REPORTED_SECONDS_MAX / 10:
             return
         tries.append(f"{cached} tokens cached, {least} wanted; it took {waited:.1f} s")
+        print(f"    {tries[-1]}", flush=True)
     raise AssertionError(tries)
 
 
