@@ -1,7 +1,7 @@
 //! Measures what a request costs through Berth, beside the routers that people use instead.
 //!
-//! They share one core and take turns there; the engine and the clients, which are this process, are
-//! on another. A noisy machine disturbs all of them alike.
+//! They share one core and take turns there; the engine and the clients, which are this process,
+//! are on another. A noisy machine disturbs all of them alike.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
