@@ -89,7 +89,7 @@ pub enum Link {
 }
 
 impl Agent {
-    /// Stands for every agent that isn't in the fleet any more: nothing is known of it, it takes no
+    /// Stands for every agent that has left the fleet: nothing is known of it, it takes no
     /// turns, and nothing waits for it.
     pub(super) const GONE: Self = Self::new(AgentKey::NOBODY, String::new(), Phase::Free, vec![]);
 
