@@ -194,8 +194,8 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
     let admin_limits = PortLimits::admin(&port_metrics);
     admin::start(admin_data, listeners.admin, admin_limits, admin_token).map_err(Error::Admin)?;
     log_listening(&config, &listeners.data);
-    let routes = http::build_routes(shared, &config.listen);
-    let data_server = server::serve(listeners.data, routes, data_limits, tls, tasks.clone());
+    let app = http::build_app(shared, &config.listen);
+    let data_server = server::serve(listeners.data, app, data_limits, tls, tasks.clone());
     tasks.spawn_essential("data", data_server);
     supervisor::tell_ready();
     leave(&config, &tasks, traces_end).await

@@ -36,6 +36,10 @@ pub(crate) struct Options {
     /// routers in them are left out
     #[arg(long)]
     python: Option<PathBuf>,
+    /// The folder with an earlier build's `berth-agent` and `berth-router`. Not given: it is left
+    /// out
+    #[arg(long, value_name = "FOLDER")]
+    before: Option<PathBuf>,
     /// The contenders, with commas [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -151,7 +155,9 @@ pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
     }
     service::descriptors::raise_limit();
     let mock = Mock::start().await?;
-    let setup = Setup { engine: mock.addr, python: options.python.clone(), core: options.core };
+    let Options { python, before, core, .. } = options;
+    let (python, before) = (python.clone(), before.clone());
+    let setup = Setup { engine: mock.addr, python, core: *core, before };
     let (mut contenders, mut left_out) = (vec![], vec![]);
     let is_asked =
         |name: &&str| options.only.is_empty() || options.only.iter().any(|it| it == name);

@@ -1,7 +1,7 @@
 //! Removes the headers that a router or an agent must not pass on from a request or an answer.
 
 use contract::envelope::TRUSTED;
-use http::{HeaderMap, HeaderName, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
@@ -37,6 +37,13 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     for name in named_in_connection.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
     }
+}
+
+/// Returns the value of `Allow` for a route that takes these methods.
+#[must_use]
+pub fn allow(methods: &[Method]) -> HeaderValue {
+    let names: Vec<&str> = methods.iter().map(Method::as_str).collect();
+    HeaderValue::from_str(&names.join(",")).expect("the names of methods are legal")
 }
 
 /// An engine must not speak to browsers, nor name its own address. Pages of which origins may read

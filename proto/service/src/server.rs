@@ -29,8 +29,11 @@ use std::{
     time::Duration,
 };
 
-use axum::{Router, body::Body, response::IntoResponse as _};
-use http::{HeaderValue, Method, header};
+use axum::{
+    body::Body,
+    response::{IntoResponse as _, Response},
+};
+use http::{HeaderValue, Method, Request, header};
 use hyper::{
     server::conn::http1,
     service::{Service as _, service_fn},
@@ -45,6 +48,7 @@ use tokio::{
     time::Sleep,
 };
 use tokio_io_timeout::TimeoutStream;
+use tower_service::Service;
 use tracing::{debug, warn};
 
 use self::{
@@ -107,10 +111,27 @@ impl HeldByAnswer {
     }
 }
 
+/// What answers the requests of a port, such as an axum router.
+pub trait App:
+    Service<Request<Body>, Response = Response, Error = Infallible, Future: Send>
+    + Clone
+    + Send
+    + 'static
+{
+}
+
+impl<A> App for A where
+    A: Service<Request<Body>, Response = Response, Error = Infallible, Future: Send>
+        + Clone
+        + Send
+        + 'static
+{
+}
+
 /// A connection takes about 40 KiB while it reads, and with `tls` 40 KiB more.
 pub async fn serve(
     listener: TcpListener,
-    app: Router,
+    app: impl App,
     limits: PortLimits,
     tls: Option<ServerTls>,
     tasks: Tasks,
@@ -179,7 +200,7 @@ enum Interruption {
 
 async fn serve_stream(
     stream: ServerStream<Pin<Box<TimeoutStream<TcpStream>>>>,
-    app: Router,
+    app: impl App,
     connection: OpenConnection,
     stop: impl Future<Output = ()>,
 ) {
@@ -337,8 +358,8 @@ impl Driver {
     }
 }
 
-struct RequestHandler {
-    app: TowerToHyperService<Router>,
+struct RequestHandler<A> {
+    app: TowerToHyperService<A>,
     peer: PeerAddress,
     connection: Arc<ConnectionRef>,
     current_answer: Arc<CurrentAnswer>,
@@ -346,11 +367,11 @@ struct RequestHandler {
     open_requests: Requests,
 }
 
-impl RequestHandler {
+impl<A: App> RequestHandler<A> {
     fn serve(
         &self,
         mut request: http::Request<RequestBody>,
-    ) -> impl Future<Output = Result<http::Response<ReadAheadBody>, Infallible>> + use<> {
+    ) -> impl Future<Output = Result<http::Response<ReadAheadBody>, Infallible>> + use<A> {
         self.has_request.store(true, Ordering::Relaxed);
         let begun = RequestGuard::new(&self.connection, self.peer);
         let limits = &self.connection.port.limits;
@@ -367,7 +388,7 @@ impl RequestHandler {
         let request_id = request_id::identify(request.headers_mut());
         let api = Api::for_request(request.uri().path(), request.headers());
         let answer = if guard.is_some() && is_served {
-            Ok(self.app.call(request))
+            Ok(self.app.call(request.map(Body::new)))
         } else {
             limits.metrics.count_closed(limits.name, CloseReason::Full);
             Err(full_refusal())

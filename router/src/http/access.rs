@@ -6,18 +6,12 @@ use std::{
     task::{Context, Poll},
 };
 
-use axum::{
-    body::Body,
-    extract::{MatchedPath, Request, State},
-    middleware::Next,
-    response::Response,
-};
+use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use service::{refusal::Refusal, server::PeerAddress};
 
-use super::SharedState;
-use crate::turn::access_log::AccessEntry;
+use crate::turn::{access_log::AccessEntry, shared::Shared};
 
 /// The entry lives as long as the body.
 struct LoggedBody {
@@ -25,15 +19,22 @@ struct LoggedBody {
     entry: Arc<AccessEntry>,
 }
 
-pub(super) async fn log(State(shared): SharedState, mut request: Request, next: Next) -> Response {
-    let Some(access_log) = &shared.access_log else { return next.run(request).await };
+/// The entry is among the request's extensions, too. `path` has no id of a session. `None` without
+/// a log.
+pub(super) fn begin(
+    shared: &Shared,
+    request: &mut Request,
+    path: &str,
+) -> Option<Arc<AccessEntry>> {
+    let access_log = shared.access_log.as_ref()?;
     let peer = request.extensions().get::<PeerAddress>().map(|peer| peer.0);
-    // The path of a session or of a response has its id, its route has none.
-    let route = request.extensions().get::<MatchedPath>();
-    let path = route.map_or_else(|| request.uri().path(), MatchedPath::as_str);
     let entry = Arc::new(access_log.entry(peer, request.method(), path));
     request.extensions_mut().insert(Arc::clone(&entry));
-    let response = next.run(request).await;
+    Some(entry)
+}
+
+pub(super) fn end(entry: Option<Arc<AccessEntry>>, response: Response) -> Response {
+    let Some(entry) = entry else { return response };
     let refusal = response.extensions().get::<Refusal>().map(|refusal| refusal.code.as_str());
     entry.set_answer(response.status().as_u16(), refusal);
     response.map(|body| Body::new(LoggedBody { body, entry }))

@@ -18,7 +18,7 @@ use contract::{
 };
 use service::clock::now;
 
-use super::{IdPath, SharedState, id, respond, serve_turn};
+use super::{IdPath, SharedState, data_port::serve_turn, id, respond};
 use crate::{auth::Caller, fleet::snapshot::Snapshot, placement::NoWorker, turn::shared::Shared};
 
 pub(super) async fn list(
@@ -29,7 +29,7 @@ pub(super) async fn list(
     let view = shared.directory.settled_view().await;
     if view.serves_same_models() && shared.model_names.listed().next().is_none() {
         let route = Route { path: "/v1/models", kind: Kind::Models };
-        return serve_turn(shared, caller, route, request).await;
+        return serve_turn(&shared, caller, route, request).await;
     }
     let models = usable_names(&shared, &view);
     if models.is_empty() {

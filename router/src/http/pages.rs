@@ -6,11 +6,7 @@
 
 use std::sync::Arc;
 
-use axum::{
-    extract::{Request, State},
-    middleware::Next,
-    response::{IntoResponse as _, Response},
-};
+use axum::extract::Request;
 use contract::control::ControlRoute;
 use http::Method;
 use service::{
@@ -18,13 +14,13 @@ use service::{
     refusal::{Code, Refusal},
 };
 
-use super::{counted, health};
+use super::health;
 use crate::{config::tables::ListenTable, turn::shared::Shared};
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Pages {
     shared: Arc<Shared>,
-    allowed: Arc<origin::Allowed>,
+    allowed: origin::Allowed,
     /// Whether a name that no setting allows is an attacker's: on loopback, or if names are set.
     needs_own_name: bool,
 }
@@ -37,10 +33,17 @@ impl Pages {
         };
         let is_local = gate::is_local(listen.data_addr.ip());
         let needs_own_name = is_local || !allowed.hosts.is_empty();
-        Self { shared, allowed: Arc::new(allowed), needs_own_name }
+        Self { shared, allowed, needs_own_name }
     }
 
-    fn check(&self, request: &Request) -> Result<(), &'static str> {
+    pub(super) fn check(&self, request: &Request) -> Result<(), Refusal> {
+        self.check_origin(request).map_err(|why| {
+            let message = format!("{why}; see listen.cors_origins and listen.allowed_hosts");
+            Refusal::new(Code::ForeignPage, message)
+        })
+    }
+
+    fn check_origin(&self, request: &Request) -> Result<(), &'static str> {
         let (path, headers) = (request.uri().path(), request.headers());
         if !self.shared.auth.is_open() || health::is_health_path(path) {
             return Ok(());
@@ -53,15 +56,5 @@ impl Pages {
             return Err("this route changes the engines, so that a browser must POST to it");
         }
         Ok(())
-    }
-}
-
-pub(super) async fn guard(State(pages): State<Pages>, request: Request, next: Next) -> Response {
-    match pages.check(&request) {
-        Ok(()) => next.run(request).await,
-        Err(why) => {
-            let message = format!("{why}; see listen.cors_origins and listen.allowed_hosts");
-            counted(&pages.shared, Refusal::new(Code::ForeignPage, message)).into_response()
-        }
     }
 }

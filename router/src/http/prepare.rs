@@ -5,25 +5,21 @@
 
 use std::sync::Arc;
 
-use axum::{
-    Router,
-    body::Body,
-    extract::{Request, State},
-    middleware::Next,
-    response::Response,
-};
+use axum::{body::Body, extract::Request, response::Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, header};
 use http_body_util::BodyExt as _;
-use service::refusal::{Code, Refusal};
-use tower::{Layer as _, ServiceExt as _};
+use service::{
+    refusal::{Code, Refusal},
+    server::App,
+};
+use tower::{Layer as _, ServiceExt as _, util::option_layer};
 use tower_http::{
     cors::{AllowHeaders, AllowOrigin, CorsLayer, ExposeHeaders},
     decompression::RequestDecompressionLayer,
     normalize_path::NormalizePath,
 };
 
-use super::{SharedState, respond};
 use crate::turn::body::Compression;
 
 #[cfg(feature = "encodings")]
@@ -34,9 +30,9 @@ const CORS_MAX_AGE: std::time::Duration = std::time::Duration::from_secs(3600);
 
 /// Adds the layers that must see a request before its route is known. In `cors_origins`, `*` stands
 /// for all.
-pub(super) fn wrap(routes: Router, cors_origins: &[String]) -> Router {
-    let app = Router::new().fallback_service(NormalizePath::trim_trailing_slash(routes));
-    if cors_origins.is_empty() { app } else { app.layer(cors(cors_origins)) }
+pub(super) fn wrap<A: App>(app: A, cors_origins: &[String]) -> impl App + use<A> {
+    let cors = (!cors_origins.is_empty()).then(|| cors(cors_origins));
+    option_layer(cors).layer(NormalizePath::trim_trailing_slash(app))
 }
 
 fn cors(origins: &[String]) -> CorsLayer {
@@ -54,25 +50,30 @@ fn cors(origins: &[String]) -> CorsLayer {
         .max_age(CORS_MAX_AGE)
 }
 
-pub(super) async fn decompress(
-    State(shared): SharedState,
+pub(super) async fn decompress<F>(
     mut request: Request,
-    next: Next,
-) -> Response {
+    serve: impl FnOnce(Request) -> F,
+) -> Result<Response, Refusal>
+where
+    F: Future<Output = Response>,
+{
     match Encoding::read(request.headers()) {
-        Encoding::None => next.run(request).await,
+        Encoding::None => Ok(serve(request).await),
         Encoding::Known(name) => {
             // The layer below knows each by this name alone.
             request.headers_mut().insert(header::CONTENT_ENCODING, HeaderValue::from_static(name));
             let compression = Arc::new(Compression::default());
             request.extensions_mut().insert(Arc::clone(&compression));
             let request = request.map(|body| count_bytes(body, compression));
-            let inner = tower::service_fn(async |request: http::Request<_>| {
-                Ok::<_, std::convert::Infallible>(next.clone().run(request.map(Body::new)).await)
+            let mut serve = Some(serve);
+            let inner = tower::service_fn(move |request: http::Request<_>| {
+                let serve = serve.take().expect("the service is called once");
+                let answer = serve(request.map(Body::new));
+                async { Ok::<_, std::convert::Infallible>(answer.await) }
             });
             let service = RequestDecompressionLayer::new().layer(inner);
             let response = service.oneshot(request).await.expect("it can't fail");
-            response.map(Body::new)
+            Ok(response.map(Body::new))
         }
         Encoding::Unknown => {
             let known = ENCODINGS.join(", ");
@@ -80,7 +81,7 @@ pub(super) async fn decompress(
                 "the body is compressed in a way that the router doesn't know; send it as it is, \
                  or as one of {known}"
             );
-            respond(&shared, Err(Refusal::new(Code::ContentEncoding, message)))
+            Err(Refusal::new(Code::ContentEncoding, message))
         }
     }
 }

@@ -16,8 +16,19 @@ use harness::web::Web;
 use crate::fleet::{Fleet, Plan, Process, Worker, command};
 
 /// In the order of the tables.
-pub(crate) const NAMES: [&str; 7] =
-    ["direct", "nginx", "sglang-router", "smg", "vllm-router", "agent", "router + agent"];
+pub(crate) const NAMES: [&str; 9] = [
+    "direct",
+    "nginx",
+    "sglang-router",
+    "smg",
+    "vllm-router",
+    "agent before",
+    "agent",
+    "router + agent before",
+    "router + agent",
+];
+/// How the names of an earlier build's contenders end.
+const BEFORE: &str = " before";
 const PORT: u16 = 8080;
 const METRICS_PORT: u16 = 8081;
 /// Routers in Python packages take seconds to load.
@@ -29,6 +40,8 @@ pub(crate) struct Setup {
     pub(crate) engine: SocketAddr,
     pub(crate) python: Option<PathBuf>,
     pub(crate) core: u32,
+    /// The folder with the programs of an earlier build.
+    pub(crate) before: Option<PathBuf>,
 }
 
 /// The processes of a contender.
@@ -78,8 +91,12 @@ pub(crate) async fn start(
     name: &'static str,
     setup: &Setup,
 ) -> anyhow::Result<Result<Contender, String>> {
-    let plan = Plan { engine: Some(setup.engine), core: Some(setup.core), ..Plan::own()? };
-    let (addr, running) = match name {
+    let mut plan = Plan { engine: Some(setup.engine), core: Some(setup.core), ..Plan::own()? };
+    if name.ends_with(BEFORE) {
+        let Some(before) = &setup.before else { return Ok(Err("no --before".to_owned())) };
+        plan.programs.clone_from(before);
+    }
+    let (addr, running) = match name.trim_end_matches(BEFORE) {
         "direct" => (setup.engine, Running::None),
         "agent" => {
             let worker = Worker::start(&plan).await?;
@@ -110,7 +127,7 @@ fn peer_command(
     host: IpAddr,
     folder: &tempfile::TempDir,
 ) -> anyhow::Result<Result<Command, String>> {
-    let Setup { engine, python, core } = setup;
+    let Setup { engine, python, core, .. } = setup;
     if name == "nginx" {
         let path = PathBuf::from("/usr/sbin/nginx");
         if !path.exists() {

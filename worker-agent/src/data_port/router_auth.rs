@@ -7,8 +7,7 @@
 use std::sync::Arc;
 
 use axum::{
-    extract::{Request, State},
-    middleware::Next,
+    extract::Request,
     response::{IntoResponse, Response},
 };
 use contract::{
@@ -96,17 +95,18 @@ pub(crate) fn stranger_text(error: &dyn std::fmt::Display) -> String {
     )
 }
 
-pub(super) async fn demand_router(
-    State(context): State<Arc<TurnContext>>,
-    mut request: Request,
-    next: Next,
-) -> Response {
+/// Notes in the request who has sent it. The error is the answer to who is no router, or only
+/// proves to be one.
+#[expect(clippy::result_large_err, reason = "it goes to the client as it is")]
+pub(super) fn demand_router(context: &TurnContext, request: &mut Request) -> Result<(), Response> {
     let auth = &context.router_auth;
     let identified = match &auth.proofs {
         // Only who has proven to be a router is told what else there is.
         Some(proofs) if request.uri().path() == proof::PATH => {
             match proofs.answer_headers(request.headers()) {
-                Ok(answer) => return (StatusCode::OK, [(proof::AGENT, answer)]).into_response(),
+                Ok(answer) => {
+                    return Err((StatusCode::OK, [(proof::AGENT, answer)]).into_response());
+                }
                 Err(error) => Err(stranger_text(&error)),
             }
         }
@@ -115,12 +115,12 @@ pub(super) async fn demand_router(
     match identified {
         Ok(caller) => {
             request.extensions_mut().insert(caller);
-            next.run(request).await
+            Ok(())
         }
         Err(text) => {
             let refusal = Refusal::new(Code::NotARouter, text);
             context.metrics.count_refusal(refusal.code);
-            refusal.into_response()
+            Err(refusal.into_response())
         }
     }
 }

@@ -2,21 +2,30 @@
 //!
 //! Refusals become responses here, and are counted. This module reads no bodies.
 
-use std::sync::Arc;
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
 
 use axum::{
     Router,
     extract::{DefaultBodyLimit, Request, State},
-    middleware,
     response::{IntoResponse, Response},
     routing::{MethodFilter, get, on, post},
 };
 use contract::{
     control::CONTROL_ROUTES,
-    route::{Kind, ROUTES, Route},
+    route::{ROUTES, Route},
 };
-use http::StatusCode;
-use service::refusal::{Code, Refusal};
+use http::{StatusCode, header};
+use service::{
+    headers,
+    refusal::{Code, Refusal},
+    server::App,
+};
+use tower::{Service, ServiceExt as _};
 use tracing::debug;
 
 use super::{
@@ -25,17 +34,42 @@ use super::{
     turn::{self, TurnContext},
 };
 
-/// `/health` tells routers that the agent's process answers.
-pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) -> Router {
-    let mut app = other_routes;
-    for route in ROUTES {
-        let methods = method_filter(route.kind);
-        let handler = move |State(context): State<Arc<TurnContext>>, request: Request| async move {
-            Box::pin(respond(context, route, request)).await
-        };
-        app = app.route(route.path, on(methods, handler));
+/// Turns find their route here, all other requests through axum, whose layers would cost a turn a
+/// good part of its time. Clones serve the same port.
+#[derive(Debug, Clone)]
+struct DataPort {
+    context: Arc<TurnContext>,
+    /// All but the engine's.
+    other_routes: Router,
+}
+
+impl Service<Request> for DataPort {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
     }
-    app = app
+
+    fn call(&mut self, mut request: Request) -> Self::Future {
+        if let Err(answer) = demand_router(&self.context, &mut request) {
+            return Box::pin(std::future::ready(Ok(answer)));
+        }
+        let path = request.uri().path();
+        match ROUTES.into_iter().find(|route| route.path == path) {
+            Some(route) => {
+                let context = Arc::clone(&self.context);
+                Box::pin(async move { Ok(respond(&context, route, request).await) })
+            }
+            None => Box::pin(self.other_routes.clone().oneshot(request)),
+        }
+    }
+}
+
+/// `/health` tells routers that the agent's process answers.
+pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) -> impl App {
+    let mut app = other_routes
         .route("/v1/responses/{id}", get(pass_on))
         .route("/v1/responses/{id}/cancel", post(pass_on))
         .merge(aborts::routes());
@@ -51,20 +85,13 @@ pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) ->
         app = app.route(route.path, on(methods, handler));
     }
     app = app.route("/health", get(|| async { StatusCode::OK }));
-    let router_auth = middleware::from_fn_with_state(Arc::clone(&context), demand_router);
     // A layer is around all routes before it, the fallback too.
-    app.fallback(unknown_route)
+    let other_routes = app
+        .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())
-        .layer(router_auth)
-        .with_state(context)
-}
-
-fn method_filter(kind: Kind) -> MethodFilter {
-    let filters = kind.methods().iter().cloned().map(|method| {
-        MethodFilter::try_from(method).expect("GET, POST and PUT are methods that axum knows")
-    });
-    filters.reduce(MethodFilter::or).expect("each kind has a method")
+        .with_state(Arc::clone(&context));
+    DataPort { context, other_routes }
 }
 
 /// The router has checked who owns a stored response.
@@ -80,8 +107,12 @@ async fn unknown_route(State(context): State<Arc<TurnContext>>) -> Response {
 }
 
 async fn wrong_method(State(context): State<Arc<TurnContext>>) -> Response {
+    refuse_method(&context)
+}
+
+fn refuse_method(context: &TurnContext) -> Response {
     let message = "this route doesn't support this method; use one that `Allow` lists";
-    answer_refused(&context, Refusal::new(Code::MethodNotAllowed, message))
+    answer_refused(context, Refusal::new(Code::MethodNotAllowed, message))
 }
 
 fn answer_refused(context: &TurnContext, refusal: Refusal) -> Response {
@@ -89,12 +120,18 @@ fn answer_refused(context: &TurnContext, refusal: Refusal) -> Response {
     refusal.into_response()
 }
 
-async fn respond(context: Arc<TurnContext>, route: Route, request: Request) -> Response {
-    match turn::serve_request(&context, route, request).await {
+async fn respond(context: &Arc<TurnContext>, route: Route, request: Request) -> Response {
+    if !route.kind.methods().contains(request.method()) {
+        let mut response = refuse_method(context);
+        let allow = headers::allow(route.kind.methods());
+        response.headers_mut().insert(header::ALLOW, allow);
+        return response;
+    }
+    match turn::serve_request(context, route, request).await {
         Ok(response) => response,
         Err(refusal) => {
             debug!(route = route.path, code = refusal.code.as_str(), "turn refused");
-            answer_refused(&context, refusal)
+            answer_refused(context, refusal)
         }
     }
 }
