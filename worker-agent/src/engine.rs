@@ -14,7 +14,7 @@ pub mod silence;
 pub mod stall_detector;
 
 pub use self::{
-    client::{ControlCall, EngineClient, Error, is_connection_refused},
+    client::{ControlCall, EngineClient, Error, TurnAnswer, TurnAnswerBody, is_connection_refused},
     info::{EngineInfo, PriorityOrder},
     load::{LoadSample, RankSample},
 };

@@ -12,6 +12,7 @@ pub mod command_line;
 pub mod descriptors;
 pub mod headers;
 pub mod histogram;
+pub mod http_client;
 pub mod log;
 pub mod memory;
 pub mod metrics;

@@ -236,15 +236,13 @@ pub(super) fn query_refusal(error: &QueryRejection) -> Refusal {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
+    use std::{net::Ipv4Addr, time::Duration};
 
     use bytes::Bytes;
-    use http::{HeaderValue, Uri};
+    use http::{HeaderValue, Request};
     use http_body_util::Full;
-    use hyper_util::{
-        client::legacy::{Client, connect::HttpConnector},
-        rt::TokioExecutor,
-    };
+    use hyper_util::client::legacy::connect::HttpConnector;
+    use service::http_client::{self, HttpClient, IdleLimits};
 
     use super::*;
     use crate::placement::Unpaired;
@@ -312,11 +310,13 @@ mod tests {
 
     /// Returns the error of a connection for which this host has no port. An address that the host
     /// doesn't have stands for the shortage.
-    async fn shortage() -> hyper_util::client::legacy::Error {
+    async fn shortage() -> http_client::Error {
         let mut connector = HttpConnector::new();
         connector.set_local_address(Some(Ipv4Addr::new(203, 0, 113, 1).into()));
-        let client = Client::builder(TokioExecutor::new()).build::<_, Full<Bytes>>(connector);
-        client.get(Uri::from_static("http://127.0.0.1:9/")).await.unwrap_err()
+        let limits = IdleLimits { time_max: Duration::ZERO, per_host_max: 0 };
+        let client = HttpClient::new(connector, limits);
+        let request = Request::get("http://127.0.0.1:9/").body(Full::<Bytes>::default()).unwrap();
+        client.request(request).await.unwrap_err()
     }
 
     #[tokio::test]

@@ -10,9 +10,13 @@ use std::{
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
+use http_body_util::Full;
+use service::http_client::AnswerBody;
 
 use self::logprobs::LogprobMerger;
+
+/// An agent's answer as it comes.
+pub(crate) type Incoming = AnswerBody<Full<Bytes>>;
 
 #[derive(Debug)]
 pub(crate) struct AgentBody {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use service::refusal::Refusal;
+use service::{http_client, refusal::Refusal};
 
 use super::request;
 use crate::{
@@ -131,7 +131,7 @@ pub(crate) enum NoAnswer {
     Connect {
         worker: String,
         #[source]
-        source: hyper_util::client::legacy::Error,
+        source: http_client::Error,
     },
     /// The agent has run nothing.
     #[error("worker {worker} doesn't accept this router's token; see agents.token_file")]
@@ -141,14 +141,14 @@ pub(crate) enum NoAnswer {
     BrokenOff {
         worker: String,
         #[source]
-        source: hyper_util::client::legacy::Error,
+        source: http_client::Error,
     },
     /// The agent answers each turn that it takes, so it has not taken this one.
     #[error("worker {worker} ended before it took the turn")]
     Ended {
         worker: String,
         #[source]
-        source: hyper_util::client::legacy::Error,
+        source: http_client::Error,
     },
     /// After the head, before any body; from a prefill worker, also later.
     #[error("worker {worker} broke off before its answer began")]
@@ -173,7 +173,7 @@ pub(crate) enum NoAnswer {
     NoDescriptors {
         worker: String,
         #[source]
-        source: hyper_util::client::legacy::Error,
+        source: http_client::Error,
     },
     #[error("worker {worker} has stopped answering")]
     Silent {

@@ -123,10 +123,10 @@ async fn dispatch(
             halves.send(shared, outbound, assignment, body).await
         }
     };
+    let is_broken_off = matches!(answer, Err(NoAnswer::BrokenOff { .. }));
+    let has_ended = is_broken_off && shared.directory.has_ended_as_planned(worker).await;
     let answer = match answer {
-        Err(NoAnswer::BrokenOff { worker: name, source })
-            if shared.directory.has_ended_as_planned(worker).await =>
-        {
+        Err(NoAnswer::BrokenOff { worker: name, source }) if has_ended => {
             Err(NoAnswer::Ended { worker: name, source })
         }
         answer => answer,

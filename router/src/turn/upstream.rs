@@ -14,18 +14,16 @@ use bytes::Bytes;
 use contract::{claim, proof};
 use http::{Request, Response, StatusCode, Uri, uri::PathAndQuery};
 use http_body_util::Full;
-use hyper::body::Incoming;
-use hyper_util::{
-    client::legacy::{Client, Error, connect::HttpConnector},
-    rt::{TokioExecutor, TokioTimer},
-};
+use hyper_util::client::legacy::connect::HttpConnector;
 use service::{
     clock::now,
     descriptors,
+    http_client::{Error, HttpClient, IdleLimits},
     proof::{connection::ProvenConnector, router::Signer},
     tls::{Protocol, client::Connector},
 };
 
+use super::agent_body::Incoming;
 use crate::{
     config::AGENTS_MAX,
     fleet::{
@@ -76,7 +74,7 @@ pub(crate) struct UpstreamConnections {
 
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
-    client: Client<ProvenConnector, Full<Bytes>>,
+    client: HttpClient<ProvenConnector, Full<Bytes>>,
     /// Nothing signs without a token. An entry stays until the slot's next agent has one: turns may
     /// still go to an agent that has left.
     signers: BySlot<Arc<Signer>>,
@@ -104,11 +102,11 @@ impl UpstreamClient {
         let connector = Connector::new(connector, tls, Protocol::Http1, connect_max);
         let connector = ProvenConnector::new(connector, tokens, connect_max);
         let idle_per_agent = connections.idle_max / connections.agents_expected.max(1);
-        let client = Client::builder(TokioExecutor::new())
-            .pool_idle_timeout(CONNECTION_IDLE_MAX)
-            .pool_max_idle_per_host(idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX))
-            .pool_timer(TokioTimer::new())
-            .build(connector);
+        let idle_limits = IdleLimits {
+            time_max: CONNECTION_IDLE_MAX,
+            per_host_max: idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX),
+        };
+        let client = HttpClient::new(connector, idle_limits);
         Self { client, signers: BySlot::new(), update_sender, pulses }
     }
 

@@ -19,8 +19,6 @@ use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
-use hyper_util::client::legacy::ResponseFuture;
 use service::{
     refusal::{Code, Refusal},
     traces::{
@@ -41,7 +39,7 @@ use super::{
     spans,
 };
 use crate::{
-    engine::answer_signs::TurnSigns,
+    engine::{TurnAnswer, TurnAnswerBody, answer_signs::TurnSigns},
     owner::{RunModeResult, TurnLease},
     session::Outcome,
 };
@@ -87,8 +85,8 @@ pub(super) struct Exchange {
 type BodyFrame<E = hyper::Error> = Option<Result<Frame<Bytes>, E>>;
 
 enum EngineAnswer {
-    Head(ResponseFuture),
-    Body(Incoming),
+    Head(TurnAnswer),
+    Body(TurnAnswerBody),
 }
 
 impl Exchange {
@@ -97,7 +95,7 @@ impl Exchange {
         context: Arc<TurnContext>,
         (engine_rid, dp_rank): (String, u32),
         lease: TurnLease,
-        answer: ResponseFuture,
+        answer: TurnAnswer,
         abort_confirms_end: bool,
         running: AgentTurn,
         trace: Trace,
@@ -199,7 +197,10 @@ impl Exchange {
         let _ = tokio::time::timeout(REFUSED_ANSWER_MAX, read_to_end).await;
     }
 
-    fn begin_response(&mut self, response: http::Response<Incoming>) -> http::response::Parts {
+    fn begin_response(
+        &mut self,
+        response: http::Response<TurnAnswerBody>,
+    ) -> http::response::Parts {
         let (head, body) = response.into_parts();
         self.context.metrics.record_first_byte(self.sent_at.elapsed());
         self.status = head.status;

@@ -3,7 +3,7 @@
 use http::StatusCode;
 use service::{
     clock::now,
-    descriptors,
+    descriptors, http_client,
     refusal::{Code, Refusal},
 };
 use tracing::warn;
@@ -66,7 +66,7 @@ pub fn refusal(error: &owner::Error) -> Refusal {
     Refusal::new(code, error.to_string())
 }
 
-pub(super) fn connection_refusal(error: &hyper_util::client::legacy::Error) -> Refusal {
+pub(super) fn connection_refusal(error: &http_client::Error) -> Refusal {
     warn!(error = error as &dyn std::error::Error, "engine unreachable");
     if error.is_connect() && descriptors::is_shortage(error) {
         let message =
@@ -102,16 +102,14 @@ pub(super) fn engine_key_refusal(status: StatusCode, caller: Caller) -> Option<R
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
+    use std::{net::Ipv4Addr, time::Duration};
 
     use bytes::Bytes;
     use contract::load::Retention;
-    use http::Uri;
+    use http::Request;
     use http_body_util::Full;
-    use hyper_util::{
-        client::legacy::{Client, connect::HttpConnector},
-        rt::TokioExecutor,
-    };
+    use hyper_util::client::legacy::connect::HttpConnector;
+    use service::http_client::{HttpClient, IdleLimits};
     use session::Error as E;
 
     use super::*;
@@ -166,11 +164,13 @@ mod tests {
 
     /// Returns the error of a connection for which this host has no port. An address that the host
     /// doesn't have stands for the shortage.
-    async fn shortage() -> hyper_util::client::legacy::Error {
+    async fn shortage() -> http_client::Error {
         let mut connector = HttpConnector::new();
         connector.set_local_address(Some(Ipv4Addr::new(203, 0, 113, 1).into()));
-        let client = Client::builder(TokioExecutor::new()).build::<_, Full<Bytes>>(connector);
-        client.get(Uri::from_static("http://127.0.0.1:9/")).await.unwrap_err()
+        let limits = IdleLimits { time_max: Duration::ZERO, per_host_max: 0 };
+        let client = HttpClient::new(connector, limits);
+        let request = Request::get("http://127.0.0.1:9/").body(Full::<Bytes>::default()).unwrap();
+        client.request(request).await.unwrap_err()
     }
 
     #[tokio::test]

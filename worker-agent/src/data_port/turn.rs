@@ -27,6 +27,7 @@ use service::{
     clock::now,
     descriptors,
     headers::{strip_engine_answer, strip_request},
+    http_client,
     places::{INLINE_BYTES_MAX, Places},
     refusal::{Code, Refusal, is_first_try},
     tasks::Tasks,
@@ -83,11 +84,7 @@ impl TurnContext {
     /// owner task's mailbox has the news. Otherwise a turn could reach a restarted engine while the
     /// owner still believes that the old process runs. `process` is the one that the turn was for:
     /// the owner may know its successor by now.
-    pub(super) async fn report_engine_failure(
-        &self,
-        process: u64,
-        error: &hyper_util::client::legacy::Error,
-    ) {
+    pub(super) async fn report_engine_failure(&self, process: u64, error: &http_client::Error) {
         if descriptors::is_shortage(error) {
             return;
         }

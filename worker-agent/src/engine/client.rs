@@ -6,6 +6,7 @@ mod control_call;
 
 use std::{
     net::SocketAddr,
+    pin::Pin,
     time::{Duration, Instant},
 };
 
@@ -16,14 +17,17 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::{
     client::legacy::{
-        Client, ResponseFuture,
+        Client,
         connect::{HttpConnector, HttpInfo},
     },
     rt::{TokioExecutor, TokioTimer},
 };
 use serde::Deserialize;
 use serde_json::Value;
-use service::descriptors;
+use service::{
+    descriptors,
+    http_client::{self, AnswerBody, HttpClient, IdleLimits},
+};
 
 pub use self::control_call::ControlCall;
 use super::{
@@ -114,10 +118,17 @@ fn status_advice(status: StatusCode) -> &'static str {
 
 /// A refused connection means that the engine's process is gone, and with it all its KV.
 #[must_use]
-pub fn is_connection_refused(error: &hyper_util::client::legacy::Error) -> bool {
+pub fn is_connection_refused(error: &(dyn std::error::Error + 'static)) -> bool {
     let kind = descriptors::system_error(error).map(std::io::Error::kind);
     kind == Some(std::io::ErrorKind::ConnectionRefused)
 }
+
+/// The rest of the engine's answer to a turn.
+pub type TurnAnswerBody = AnswerBody<Body>;
+
+/// Dropping it closes the connection.
+pub type TurnAnswer =
+    Pin<Box<dyn Future<Output = Result<Response<TurnAnswerBody>, http_client::Error>> + Send>>;
 
 /// Clones share its connections.
 #[derive(Debug, Clone)]
@@ -126,7 +137,7 @@ pub struct EngineClient {
     api_key: Option<HeaderValue>,
     admin_key: Option<HeaderValue>,
     /// Streams bodies, without a time limit.
-    turn_client: Client<HttpConnector, Body>,
+    turn_client: HttpClient<HttpConnector, Body>,
     /// Control calls have connections of their own, so that they never wait behind turns.
     control_client: Client<HttpConnector, Full<Bytes>>,
     /// This client keeps one connection open, so a sample that comes over a new connection may come
@@ -149,7 +160,9 @@ impl EngineClient {
         connector.set_connect_timeout(Some(connect_max));
         let mut builder = Client::builder(TokioExecutor::new());
         builder.pool_timer(TokioTimer::new()).pool_idle_timeout(POOL_IDLE_MAX);
-        let turn_client = builder.build(connector.clone());
+        // As many connections as turns have run at once: the agent bounds that.
+        let idle_limits = IdleLimits { time_max: POOL_IDLE_MAX, per_host_max: usize::MAX };
+        let turn_client = HttpClient::new(connector.clone(), idle_limits);
         let control_client = builder.build(connector.clone());
         let sample_client = builder.build(connector);
         let admin_key = api_key.clone();
@@ -188,10 +201,11 @@ impl EngineClient {
         self.api_key.as_ref()
     }
 
-    /// The caller has set the credential. Dropping the future closes the connection.
-    pub fn send(&self, mut request: Request<Body>) -> ResponseFuture {
+    /// The caller has set the credential.
+    pub fn send(&self, mut request: Request<Body>) -> TurnAnswer {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
-        self.turn_client.request(request)
+        let client = self.turn_client.clone();
+        Box::pin(async move { client.request(request).await })
     }
 
     /// Also returns the tokenizer's source if the engine states one, and where it publishes KV

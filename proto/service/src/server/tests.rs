@@ -1,6 +1,6 @@
 //! Tests of the server with connections over loopback.
 
-use axum::{body::Body, routing::get};
+use axum::{Router, body::Body, routing::get};
 use bytes::Bytes;
 use http_body::Frame;
 use http_body_util::StreamBody;

@@ -6,7 +6,6 @@ use bytes::Bytes;
 use contract::{bootstrap::Bootstrap, claim::Claim, envelope::TurnEnvelope, id::TurnId};
 use http::{HeaderMap, HeaderValue, Request, Response, uri::PathAndQuery};
 use http_body_util::Full;
-use hyper::body::Incoming;
 use service::{
     auth::credential, proof::connection::is_busy, tls::client::is_certificate_refused,
     traces::record::SpanKind,
@@ -14,6 +13,7 @@ use service::{
 
 use crate::turn::{
     admit::OutboundTurn,
+    agent_body::Incoming,
     error::NoAnswer,
     placer::assignment::{Assignment, Destination},
     shared::Shared,

@@ -19,7 +19,6 @@ use contract::{
 };
 use http::{Response, response::Parts};
 use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
 use service::{clock::now, traces::record::SpanKind};
 use tracing::debug;
 
@@ -33,7 +32,7 @@ use crate::{
     turn::{
         admit::OutboundTurn,
         agent_body::{
-            AgentBody, is_event_stream,
+            AgentBody, Incoming, is_event_stream,
             logprobs::{self, LogprobMerger, PromptLogprobs},
         },
         error::NoAnswer,
@@ -148,8 +147,10 @@ impl Halves {
                 },
                 answer = &mut decode, if begun.is_none() => match answer {
                     Ok(answer) if answer.has_failed() => {
-                        let cause = self.find_cause(&answer, is_open).await;
-                        if let Some(cause) = cause {
+                        if is_open
+                            && answer.may_fail_by_prefill()
+                            && let Some(cause) = self.find_cause().await
+                        {
                             return fail(Ok(cause), prefill_worker, HandOffEnd::PrefillFailed);
                         }
                         let answer = Ok(answer.into_response(None));
@@ -179,13 +180,8 @@ impl Halves {
 
 impl Halves {
     /// Returns the prefill engine's error, if it caused the decode engine's. A failed prefill
-    /// engine tells the decode engine, whose error may come a moment earlier. `is_open`: the
-    /// prefill half still runs.
-    async fn find_cause(&mut self, failed: &Begun, is_open: bool) -> Option<Response<AgentBody>> {
-        let is_agents = failed.head.headers.contains_key(claim::REFUSAL);
-        if !is_open || is_agents || failed.head.status.is_client_error() {
-            return None;
-        }
+    /// engine tells the decode engine, whose error may come a moment earlier.
+    async fn find_cause(&mut self) -> Option<Response<AgentBody>> {
         match tokio::time::timeout(CAUSE_MAX, &mut self.prefill).await {
             Ok(Ok(PrefillEnd::Failed(response))) => Some(response.map(AgentBody::whole)),
             Ok(Ok(PrefillEnd::Done(_)) | Err(_)) | Err(_) => None,
@@ -197,6 +193,12 @@ impl Begun {
     fn has_failed(&self) -> bool {
         let has_error = |first: &Bytes| logprobs::has_error(first);
         !self.head.status.is_success() || self.first.as_ref().is_some_and(has_error)
+    }
+
+    /// Whether the failure may be a consequence of the prefill half's.
+    fn may_fail_by_prefill(&self) -> bool {
+        let is_agents = self.head.headers.contains_key(claim::REFUSAL);
+        !is_agents && !self.head.status.is_client_error()
     }
 
     /// `prefilled` is there if its log probabilities of the prompt are to be merged.

@@ -1,0 +1,514 @@
+//! Sends HTTP/1 requests on kept connections, which the requests' own tasks drive.
+//!
+//! Hyper-util's client has a task for each connection. Each part of an answer passes from it to the
+//! request's task, through a channel: a quarter of what a stream costs a proxy. Here a request owns
+//! its connection, and polls it itself. Nobody polls an idle connection, so whether its peer has
+//! closed it shows when it is needed again.
+
+use std::{
+    collections::HashMap,
+    future::poll_fn,
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll, Waker},
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use http::{
+    HeaderValue, Request, Response, Uri,
+    header::HOST,
+    uri::{Authority, PathAndQuery, Scheme},
+};
+use http_body::{Body, Frame, SizeHint};
+use hyper::{
+    body::Incoming,
+    client::conn::{TrySendError, http1},
+    rt::{Read, Write},
+};
+use parking_lot::Mutex;
+use tokio::task::unconstrained;
+use tower_service::Service;
+
+use crate::{clock::now, tls::client::BoxError};
+
+/// How often connections that have been idle for too long are closed, while requests come.
+const CLEANUP_INTERVAL: Duration = Duration::from_secs(1);
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("can't connect")]
+    Connect(#[source] BoxError),
+    #[error("the connection broke")]
+    Broken(#[source] hyper::Error),
+}
+
+impl Error {
+    /// The request was not sent.
+    #[must_use]
+    pub fn is_connect(&self) -> bool {
+        matches!(self, Self::Connect(_))
+    }
+}
+
+/// Of the connections that a client keeps for later requests.
+#[derive(Debug, Clone, Copy)]
+pub struct IdleLimits {
+    /// Less than after how long the peer closes them.
+    pub time_max: Duration,
+    pub per_host_max: usize,
+}
+
+/// Clones share their connections. It retries only what was certainly not sent.
+#[derive(Debug)]
+pub struct HttpClient<C, B> {
+    connector: C,
+    pool: Arc<Pool<B>>,
+}
+
+impl<C: Clone, B> Clone for HttpClient<C, B> {
+    fn clone(&self) -> Self {
+        Self { connector: self.connector.clone(), pool: Arc::clone(&self.pool) }
+    }
+}
+
+type Host = (Scheme, Authority);
+
+/// Polled until it ends, it moves bytes between its socket and what its `SendRequest` returned.
+type Driver = Pin<Box<dyn Future<Output = hyper::Result<()>> + Send>>;
+
+struct Connection<B> {
+    sender: http1::SendRequest<B>,
+    /// `None` once it has ended.
+    driver: Option<Driver>,
+}
+
+impl<B> Connection<B> {
+    /// Whether it can take a request. Who takes it polls it with a waker.
+    fn is_free(&mut self) -> bool {
+        let driver = &mut self.driver;
+        // Otherwise a task that has done much would seem to have a connection that isn't free.
+        let driving = pin!(unconstrained(poll_fn(|context| drive(driver, context))));
+        let driven = driving.poll(&mut Context::from_waker(Waker::noop()));
+        driven.is_pending() && self.sender.is_ready()
+    }
+}
+
+/// Ready when it has ended.
+fn drive(driver: &mut Option<Driver>, context: &mut Context<'_>) -> Poll<()> {
+    let Some(running) = driver else { return Poll::Ready(()) };
+    if running.as_mut().poll(context).is_pending() {
+        return Poll::Pending;
+    }
+    // Only its drop tells who waits that nothing more comes.
+    *driver = None;
+    Poll::Ready(())
+}
+
+/// The connections that no request uses.
+struct Pool<B> {
+    limits: IdleLimits,
+    idle: Mutex<Idle<B>>,
+}
+
+struct Idle<B> {
+    /// With the time since when each is idle, the newest last. No host has none.
+    by_host: HashMap<Host, Vec<(Connection<B>, Instant)>>,
+    next_cleanup: Instant,
+}
+
+impl<B> std::fmt::Debug for Pool<B> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Pool").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+impl<B> Pool<B> {
+    fn new(limits: IdleLimits) -> Self {
+        let idle = Idle { by_host: HashMap::new(), next_cleanup: now() + CLEANUP_INTERVAL };
+        Self { limits, idle: Mutex::new(idle) }
+    }
+
+    fn take(&self, host: &Host) -> Option<Connection<B>> {
+        loop {
+            let (mut connection, since) = self.pop(host)?;
+            // The clock last: a peer may close the connection while this looks at it.
+            if connection.is_free() && now() < since + self.limits.time_max {
+                return Some(connection);
+            }
+        }
+    }
+
+    fn pop(&self, host: &Host) -> Option<(Connection<B>, Instant)> {
+        let mut idle = self.idle.lock();
+        let connections = idle.by_host.get_mut(host)?;
+        let newest = connections.pop();
+        if connections.is_empty() {
+            idle.by_host.remove(host);
+        }
+        newest
+    }
+
+    /// Closes a connection that can't be used again.
+    fn put(&self, host: Host, mut connection: Connection<B>) {
+        if !connection.is_free() {
+            return;
+        }
+        let now = now();
+        let mut idle = self.idle.lock();
+        let expired = if now >= idle.next_cleanup {
+            idle.next_cleanup = now + CLEANUP_INTERVAL;
+            idle.remove_expired(now, self.limits.time_max)
+        } else {
+            vec![]
+        };
+        let connections = idle.by_host.entry(host).or_default();
+        if connections.len() < self.limits.per_host_max {
+            connections.push((connection, now));
+        }
+        // Connections close without the lock.
+        drop(idle);
+        drop(expired);
+    }
+}
+
+impl<B> Idle<B> {
+    fn remove_expired(&mut self, now: Instant, time_max: Duration) -> Vec<Connection<B>> {
+        let mut expired = vec![];
+        self.by_host.retain(|_, connections| {
+            let fresh_from = connections.partition_point(|(_, since)| *since + time_max <= now);
+            expired.extend(connections.drain(..fresh_from).map(|(connection, _)| connection));
+            !connections.is_empty()
+        });
+        expired
+    }
+}
+
+impl<C, B> HttpClient<C, B>
+where
+    C: Service<Uri> + Clone,
+    C::Response: Read + Write + Unpin + Send + 'static,
+    C::Error: Into<BoxError>,
+    B: Body<Data: Send, Error: Into<BoxError>> + Unpin + Send + 'static,
+{
+    #[must_use]
+    pub fn new(connector: C, limits: IdleLimits) -> Self {
+        Self { connector, pool: Arc::new(Pool::new(limits)) }
+    }
+
+    /// Returns the head of the answer. Dropping the future, or the answer before its end, closes
+    /// the connection. The request's URI names the host.
+    pub async fn request(&self, mut request: Request<B>) -> Result<Response<AnswerBody<B>>, Error> {
+        let uri = request.uri().clone();
+        let host = prepare(&mut request)?;
+        loop {
+            let kept = self.pool.take(&host);
+            let is_kept = kept.is_some();
+            let mut connection = match kept {
+                Some(connection) => connection,
+                None => self.connect(uri.clone()).await?,
+            };
+            match exchange_heads(&mut connection, request).await {
+                Ok(response) => {
+                    let pool = Arc::clone(&self.pool);
+                    let new_body = |body| AnswerBody::new(body, (host, connection), pool);
+                    return Ok(response.map(new_body));
+                }
+                Err(mut error) => match error.take_message() {
+                    Some(unsent) if is_kept => request = unsent,
+                    _ => return Err(Error::Broken(error.into_error())),
+                },
+            }
+        }
+    }
+
+    async fn connect(&self, uri: Uri) -> Result<Connection<B>, Error> {
+        let mut connector = self.connector.clone();
+        let ready = poll_fn(|context| connector.poll_ready(context)).await;
+        ready.map_err(|error| Error::Connect(error.into()))?;
+        let stream = connector.call(uri).await.map_err(|error| Error::Connect(error.into()))?;
+        let (sender, driver) = http1::handshake(stream).await.map_err(Error::Broken)?;
+        Ok(Connection { sender, driver: Some(Box::pin(driver)) })
+    }
+}
+
+/// Leaves in the URI what a server gets of it, and adds the host's name.
+fn prepare<B>(request: &mut Request<B>) -> Result<Host, Error> {
+    let mut parts = std::mem::take(request.uri_mut()).into_parts();
+    let host = parts.scheme.take().zip(parts.authority.take());
+    let host = host.ok_or_else(|| Error::Connect("the URI names no host".into()))?;
+    let path = parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
+    *request.uri_mut() = Uri::from(path);
+    if !request.headers().contains_key(HOST) {
+        let value = HeaderValue::from_str(host.1.as_str());
+        request.headers_mut().insert(HOST, value.expect("an authority is legal in a header"));
+    }
+    Ok(host)
+}
+
+async fn exchange_heads<B>(
+    connection: &mut Connection<B>,
+    request: Request<B>,
+) -> Result<Response<Incoming>, TrySendError<Request<B>>>
+where
+    B: Body + 'static,
+{
+    let mut answer = pin!(connection.sender.try_send_request(request));
+    poll_fn(|context| {
+        // Only the driver makes it ready, and at the latest by its end.
+        let mut no_waker = Context::from_waker(Waker::noop());
+        if let Poll::Ready(answered) = answer.as_mut().poll(&mut no_waker) {
+            return Poll::Ready(answered);
+        }
+        let _ = drive(&mut connection.driver, context);
+        answer.as_mut().poll(&mut no_waker)
+    })
+    .await
+}
+
+/// The rest of an answer. At its end, its connection is free for other requests.
+pub struct AnswerBody<B> {
+    body: Incoming,
+    /// `None` once the body has ended.
+    connection: Option<(Host, Connection<B>)>,
+    pool: Arc<Pool<B>>,
+}
+
+impl<B> std::fmt::Debug for AnswerBody<B> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("AnswerBody").field("body", &self.body).finish_non_exhaustive()
+    }
+}
+
+impl<B> AnswerBody<B> {
+    fn new(body: Incoming, connection: (Host, Connection<B>), pool: Arc<Pool<B>>) -> Self {
+        let mut answer = Self { body, connection: Some(connection), pool };
+        if answer.body.is_end_stream() {
+            answer.free_connection();
+        }
+        answer
+    }
+
+    fn free_connection(&mut self) {
+        if let Some((host, connection)) = self.connection.take() {
+            self.pool.put(host, connection);
+        }
+    }
+
+    /// Only the driver makes the body ready, and at the latest by its end.
+    fn poll_body(&mut self) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(&mut Context::from_waker(Waker::noop()));
+        if let Poll::Ready(frame) = &polled
+            && (self.body.is_end_stream() || !matches!(frame, Some(Ok(_))))
+        {
+            self.free_connection();
+        }
+        polled
+    }
+}
+
+impl<B: Unpin> Body for AnswerBody<B> {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Poll::Ready(frame) = self.poll_body() {
+            return Poll::Ready(frame);
+        }
+        let Some((_, connection)) = &mut self.connection else { return Poll::Ready(None) };
+        let _ = drive(&mut connection.driver, context);
+        self.poll_body()
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::{BodyExt as _, Full};
+    use hyper_util::client::legacy::connect::HttpConnector;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::{TcpListener, TcpStream},
+    };
+
+    use super::*;
+
+    const SHORT: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+    const CHUNKS: &[u8] =
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n2\r\nok\r\n0\r\n\r\n";
+
+    type Client = HttpClient<HttpConnector, Full<Bytes>>;
+
+    fn client(per_host_max: usize) -> Client {
+        let limits = IdleLimits { time_max: Duration::from_secs(60), per_host_max };
+        HttpClient::new(HttpConnector::new(), limits)
+    }
+
+    /// A server whose connections the test plays.
+    async fn server() -> (TcpListener, String) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/path?query", listener.local_addr().unwrap());
+        (listener, url)
+    }
+
+    fn post(url: &str) -> Request<Full<Bytes>> {
+        Request::post(url).body(Full::from("body")).unwrap()
+    }
+
+    /// Reads a request up to its body, and answers it.
+    async fn answer(stream: &mut TcpStream, answer: &[u8]) -> String {
+        let (mut text, mut bytes) = (String::new(), [0; 1024]);
+        while !text.ends_with("body") {
+            let read = stream.read(&mut bytes).await.unwrap();
+            assert!(read > 0, "the connection ended after {text:?}");
+            text += str::from_utf8(&bytes[..read]).unwrap();
+        }
+        stream.write_all(answer).await.unwrap();
+        text
+    }
+
+    async fn accept_and_answer(listener: &TcpListener, text: &[u8]) -> TcpStream {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        answer(&mut stream, text).await;
+        stream
+    }
+
+    async fn read(client: &Client, url: &str) -> Result<Bytes, Error> {
+        let body = client.request(post(url)).await?.into_body();
+        Ok(body.collect().await.map_err(Error::Broken)?.to_bytes())
+    }
+
+    async fn is_closed(stream: &mut TcpStream) -> bool {
+        !matches!(stream.read(&mut [0; 16]).await, Ok(read) if read > 0)
+    }
+
+    #[tokio::test]
+    async fn requests_one_after_another_use_one_connection() {
+        let ((listener, url), client) = (server().await, client(8));
+        let requests = async {
+            for expected in ["ok", "okok", "ok"] {
+                assert_eq!(read(&client, &url).await.unwrap(), expected);
+            }
+        };
+        let serving = async {
+            let (mut stream, addr) = (listener.accept().await.unwrap().0, listener.local_addr());
+            for text in [SHORT, CHUNKS, SHORT] {
+                let request = answer(&mut stream, text).await;
+                assert!(request.starts_with("POST /path?query HTTP/1.1\r\n"), "{request}");
+                assert!(request.contains(&format!("host: {}\r\n", addr.as_ref().unwrap())));
+            }
+        };
+        tokio::join!(requests, serving);
+    }
+
+    #[tokio::test]
+    async fn a_kept_connection_that_its_peer_has_closed_is_not_used() {
+        let ((listener, url), client) = (server().await, client(8));
+        for _ in 0..3 {
+            let (body, stream) = tokio::join!(
+                async { read(&client, &url).await.unwrap() },
+                accept_and_answer(&listener, SHORT)
+            );
+            assert_eq!(body, "ok");
+            drop(stream);
+            // The runtime hears of the close.
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_that_may_have_been_read_is_not_sent_again() {
+        let ((listener, url), client) = (server().await, client(8));
+        let (body, mut stream) = tokio::join!(
+            async { read(&client, &url).await.unwrap() },
+            accept_and_answer(&listener, SHORT)
+        );
+        assert_eq!(body, "ok");
+        let breaks = async {
+            answer(&mut stream, b"").await;
+            drop(stream);
+        };
+        let (broken, ()) = tokio::join!(read(&client, &url), breaks);
+        assert!(matches!(broken, Err(Error::Broken(_))), "{broken:?}");
+        let accepted = tokio::time::timeout(Duration::ZERO, listener.accept()).await;
+        assert!(accepted.is_err(), "it was sent again");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_dropped_before_its_end_closes_its_connection() {
+        let ((listener, url), client) = (server().await, client(8));
+        let begun = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
+        let (mut response, mut stream) = tokio::join!(
+            async { client.request(post(&url)).await.unwrap() },
+            accept_and_answer(&listener, begun)
+        );
+        let frame = response.body_mut().frame().await.unwrap().unwrap();
+        assert_eq!(frame.into_data().unwrap(), "ok");
+        drop(response);
+        assert!(is_closed(&mut stream).await);
+        let waiting = client.request(post(&url));
+        let begins = async { answer(&mut listener.accept().await.unwrap().0, b"").await };
+        tokio::select! {
+            answered = waiting => panic!("{answered:?}"),
+            _ = begins => {}
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_breaks_off_is_an_error() {
+        let ((listener, url), client) = (server().await, client(8));
+        for cut in [b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok".as_slice(), &CHUNKS[..60]] {
+            let breaks = async { drop(accept_and_answer(&listener, cut).await) };
+            let (broken, ()) = tokio::join!(read(&client, &url), breaks);
+            assert!(matches!(broken, Err(Error::Broken(_))), "{broken:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn no_more_connections_are_kept_than_may_be_and_none_for_too_long() {
+        let ((listener, url), client) = (server().await, client(1));
+        let (one, other, mut streams) = tokio::join!(
+            async { client.request(post(&url)).await.unwrap() },
+            async { client.request(post(&url)).await.unwrap() },
+            async {
+                let first = accept_and_answer(&listener, SHORT).await;
+                [first, accept_and_answer(&listener, SHORT).await]
+            }
+        );
+        let (_, _) = tokio::join!(one.into_body().collect(), other.into_body().collect());
+        let [first, second] = &mut streams;
+        tokio::select! {
+            _ = is_closed(first) => {}
+            _ = is_closed(second) => {}
+        }
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(61)).await;
+        let (body, stream) = tokio::join!(
+            async { read(&client, &url).await.unwrap() },
+            accept_and_answer(&listener, SHORT)
+        );
+        assert_eq!(body, "ok");
+        assert!(is_closed(first).await && is_closed(second).await);
+        drop(stream);
+    }
+
+    #[tokio::test]
+    async fn nothing_is_sent_where_nobody_listens() {
+        let (listener, url) = server().await;
+        drop(listener);
+        let refused = client(8).request(post(&url)).await.unwrap_err();
+        assert!(refused.is_connect(), "{refused:?}");
+        let kind = crate::descriptors::system_error(&refused).map(std::io::Error::kind);
+        assert_eq!(kind, Some(std::io::ErrorKind::ConnectionRefused));
+    }
+}
