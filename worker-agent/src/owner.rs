@@ -27,7 +27,7 @@ mod trim;
 mod volatile_prefix;
 mod waiters;
 
-use std::{sync::Arc, time::Instant};
+use std::{pin::pin, sync::Arc, time::Instant};
 
 use service::{clock::now, refusal::Code, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
@@ -120,8 +120,13 @@ struct Owner {
 
 impl Owner {
     async fn run(mut self, mut inbox: Inbox, token: CancellationToken) {
+        let mut timer = pin!(tokio::time::sleep_until(self.next_deadline().into()));
+        let mut cancelled = pin!(token.cancelled());
         loop {
-            let deadline = self.next_deadline();
+            let deadline = self.next_deadline().into();
+            if timer.deadline() != deadline {
+                timer.as_mut().reset(deadline);
+            }
             tokio::select! {
                 biased;
                 // The trimmer's plan for a turn must be handled before the turn's end.
@@ -136,8 +141,8 @@ impl Owner {
                     None => return,
                 },
                 Ok(()) = inbox.gpus.changed() => self.reporter.mark_stale(),
-                () = tokio::time::sleep_until(deadline.into()) => {}
-                () = token.cancelled() => return,
+                () = &mut timer => {}
+                () = &mut cancelled => return,
             }
             self.after_event(now());
             if self.drain.has_handed_over() {

@@ -3,20 +3,9 @@
 use contract::envelope::TRUSTED;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 
-const HOP_BY_HOP: [HeaderName; 9] = [
-    header::CONNECTION,
-    HeaderName::from_static("keep-alive"),
-    HeaderName::from_static("proxy-connection"),
-    header::PROXY_AUTHENTICATE,
-    header::PROXY_AUTHORIZATION,
-    header::TE,
-    header::TRAILER,
-    header::TRANSFER_ENCODING,
-    header::UPGRADE,
-];
 /// The header by which a client can choose the engine's DP rank. On the OpenAI routes, it takes
 /// precedence over the rank in the body.
-const ENGINE_RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+const ENGINE_RANK_HEADER: &str = "x-data-parallel-rank";
 /// The beginning of the names of headers by which a server lets pages read its answers.
 const CORS_PREFIX: &str = "access-control-";
 /// The beginning of the names of headers by which a browser says what caused a request.
@@ -26,7 +15,24 @@ const OWN_PREFIX: &str = "x-berth-";
 /// The beginning of the names of headers that override members of the body inside the engine.
 const ENGINE_OVERRIDE_PREFIX: &str = "x-override-";
 
-fn remove_hop_by_hop(headers: &mut HeaderMap) {
+fn is_hop_by_hop(name: &str) -> bool {
+    matches!(
+        name,
+        "connection"
+            | "keep-alive"
+            | "proxy-connection"
+            | "proxy-authenticate"
+            | "proxy-authorization"
+            | "te"
+            | "trailer"
+            | "transfer-encoding"
+            | "upgrade"
+    )
+}
+
+/// Removes what concerns one connection, and what `is_unwanted`. It looks at each header once: a
+/// message has fewer headers than there are unwanted names.
+fn remove(headers: &mut HeaderMap, is_unwanted: impl Fn(&str) -> bool) {
     let named_in_connection: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
         .iter()
@@ -34,7 +40,13 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
         .flat_map(|value| value.split(','))
         .filter_map(|name| name.trim().parse().ok())
         .collect();
-    for name in named_in_connection.iter().chain(&HOP_BY_HOP) {
+    let is_removed = |name: &&HeaderName| {
+        is_hop_by_hop(name.as_str())
+            || is_unwanted(name.as_str())
+            || named_in_connection.contains(name)
+    };
+    let removed: Vec<HeaderName> = headers.keys().filter(is_removed).cloned().collect();
+    for name in removed {
         headers.remove(name);
     }
 }
@@ -58,20 +70,10 @@ pub fn strip_engine_answer(headers: &mut HeaderMap) {
 }
 
 fn strip_answer_and(headers: &mut HeaderMap, prefixes: &[&str]) {
-    remove_hop_by_hop(headers);
-    for name in [header::SET_COOKIE, header::LOCATION] {
-        headers.remove(name);
-    }
-    remove_with_prefixes(headers, prefixes);
-}
-
-fn remove_with_prefixes(headers: &mut HeaderMap, prefixes: &[&str]) {
-    let is_found =
-        |name: &HeaderName| prefixes.iter().any(|prefix| name.as_str().starts_with(prefix));
-    let found: Vec<HeaderName> = headers.keys().filter(|name| is_found(name)).cloned().collect();
-    for name in found {
-        headers.remove(name);
-    }
+    remove(headers, |name| {
+        matches!(name, "set-cookie" | "location")
+            || prefixes.iter().any(|prefix| name.starts_with(prefix))
+    });
 }
 
 /// Removes what must not reach the next receiver:
@@ -80,17 +82,20 @@ fn remove_with_prefixes(headers: &mut HeaderMap, prefixes: &[&str]) {
 /// - headers by which a client could choose the engine's rank or override members of the body;
 /// - headers by which browsers speak of their pages. A router checks those, for itself.
 pub fn strip_request(headers: &mut HeaderMap) {
-    remove_hop_by_hop(headers);
-    for name in [header::CONTENT_LENGTH, header::HOST, header::EXPECT, ENGINE_RANK_HEADER] {
-        headers.remove(name);
-    }
-    for name in TRUSTED {
-        headers.remove(name);
-    }
-    for name in [header::ORIGIN, header::REFERER, header::COOKIE] {
-        headers.remove(name);
-    }
-    remove_with_prefixes(headers, &[ENGINE_OVERRIDE_PREFIX, BROWSER_PREFIX]);
+    remove(headers, |name| {
+        matches!(
+            name,
+            "content-length"
+                | "host"
+                | "expect"
+                | ENGINE_RANK_HEADER
+                | "origin"
+                | "referer"
+                | "cookie"
+        ) || TRUSTED.iter().any(|trusted| trusted == name)
+            || name.starts_with(ENGINE_OVERRIDE_PREFIX)
+            || name.starts_with(BROWSER_PREFIX)
+    });
 }
 
 #[cfg(test)]
@@ -114,7 +119,7 @@ mod tests {
     fn headers_of_one_connection_end_there_and_lengths_stay() {
         let mut all = headers(&["keep-alive", "te", "x-mine", "content-length", "x-other"]);
         all.insert(header::CONNECTION, HeaderValue::from_static("x-mine, close"));
-        remove_hop_by_hop(&mut all);
+        remove(&mut all, |_| false);
         assert_eq!(names(&all), ["content-length", "x-other"]);
     }
 

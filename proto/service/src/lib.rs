@@ -20,6 +20,7 @@ pub mod places;
 pub mod private_folder;
 pub mod process_metrics;
 pub mod proof;
+pub mod random;
 pub mod refusal;
 pub mod reload;
 pub mod router_token;

@@ -272,9 +272,7 @@ fn build_open_request(
 
 /// Nobody can guess the id.
 fn new_session_id() -> String {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).expect("the operating system has random numbers");
-    format!("{:032x}", u128::from_be_bytes(bytes))
+    format!("{:032x}", service::random::number())
 }
 
 fn session_key(caller: &Caller, id: String) -> Result<SessionKey, Refusal> {

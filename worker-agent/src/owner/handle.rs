@@ -13,6 +13,7 @@ use contract::{
     load::{Description, LoadReport, PageAudit, Session, Weights},
     turn_rid::TurnRid,
 };
+use service::random;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use super::drain::{DrainState, Ending};
@@ -351,16 +352,10 @@ impl AgentHandle {
 
 /// Nobody can guess it.
 pub(super) fn new_turn_rid(agent_id: &str, principal: &str) -> String {
-    TurnRid::compose(random_number(), agent_id, principal)
+    TurnRid::compose(random::number(), agent_id, principal)
 }
 
 /// The engine never sees this id.
 pub(super) fn new_rid() -> String {
-    format!("{:032x}", random_number())
-}
-
-fn random_number() -> u128 {
-    let mut bytes = [0; size_of::<u128>()];
-    getrandom::fill(&mut bytes).expect("the operating system has random numbers");
-    u128::from_be_bytes(bytes)
+    format!("{:032x}", random::number())
 }

@@ -5,7 +5,7 @@
 //! as the port, but the request still names the attacker's host in `Host`. Programs that are no
 //! browsers send what they like; keys stop those.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 
@@ -73,10 +73,12 @@ pub fn check_no_browser(headers: &HeaderMap, hosts: &[String]) -> Result<(), &'s
 
 /// Whether `host` is an IP address, a name of the host itself, or an allowed one.
 fn is_own_name(host: &[u8], allowed: &[String]) -> bool {
-    let Ok(authority) = str::from_utf8(host).unwrap_or_default().parse::<http::uri::Authority>()
-    else {
-        return false;
-    };
+    let host = str::from_utf8(host).unwrap_or_default();
+    if host.parse::<SocketAddr>().is_ok() {
+        // The usual case, which costs little.
+        return true;
+    }
+    let Ok(authority) = host.parse::<http::uri::Authority>() else { return false };
     let name = authority.host();
     let address = name.trim_start_matches('[').trim_end_matches(']');
     address.parse::<IpAddr>().is_ok()

@@ -3,6 +3,8 @@
 use contract::abort::REQUEST_ID;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
+use crate::random;
+
 /// The same header as Anthropic's clients read it, in answers.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 /// The longest id that is taken from a client, in bytes. A UUID has 36.
@@ -16,9 +18,7 @@ pub(super) fn identify(request_headers: &mut HeaderMap) -> HeaderValue {
     if let Some(id) = request_headers.get(&REQUEST_ID).filter(is_usable) {
         return id.clone();
     }
-    let mut random = [0; 16];
-    getrandom::fill(&mut random).expect("the operating system has random numbers");
-    let id = format!("req_{:032x}", u128::from_le_bytes(random));
+    let id = format!("req_{:032x}", random::number());
     let id = HeaderValue::from_str(&id).expect("hex digits are legal in a header");
     request_headers.insert(REQUEST_ID, id.clone());
     id
