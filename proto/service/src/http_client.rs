@@ -1,16 +1,19 @@
 //! Sends HTTP/1 requests on kept connections, which the requests' own tasks drive.
 //!
-//! Hyper-util's client has a task for each connection. Each part of an answer passes from it to the
-//! request's task, through a channel: a quarter of what a stream costs a proxy. Here a request owns
-//! its connection, and polls it itself. Nobody polls an idle connection, so whether its peer has
-//! closed it shows when it is needed again.
+//! Hyper-util's client has a task for each connection, which must wake the request's task for each
+//! part of an answer: a quarter of what a stream costs a proxy. Here a request owns its connection,
+//! and polls it itself. Nobody polls an idle connection. So that its peer has closed it shows when
+//! it is needed again, and the socket stays until then or until another one becomes idle.
 
 use std::{
     collections::HashMap,
     future::poll_fn,
     pin::{Pin, pin},
-    sync::Arc,
-    task::{Context, Poll, Waker},
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    task::{Context, Poll, Wake, Waker},
     time::{Duration, Instant},
 };
 
@@ -32,8 +35,11 @@ use tower_service::Service;
 
 use crate::{clock::now, tls::client::BoxError};
 
-/// How often connections that have been idle for too long are closed, while requests come.
+/// How often connections that have been idle for too long are closed, while answers end.
 const CLEANUP_INTERVAL: Duration = Duration::from_secs(1);
+/// How often a connection is looked at whose answer nobody reads to its end. A refusal comes in one
+/// part.
+const LAST_LOOKS: usize = 2;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -54,7 +60,7 @@ impl Error {
 /// Of the connections that a client keeps for later requests.
 #[derive(Debug, Clone, Copy)]
 pub struct IdleLimits {
-    /// Less than after how long the peer closes them.
+    /// Shorter than the time after which the peer closes them.
     pub time_max: Duration,
     pub per_host_max: usize,
 }
@@ -81,28 +87,81 @@ struct Connection<B> {
     sender: http1::SendRequest<B>,
     /// `None` once it has ended.
     driver: Option<Driver>,
+    task: Arc<TaskWaker>,
 }
 
 impl<B> Connection<B> {
-    /// Whether it can take a request. Who takes it polls it with a waker.
+    /// Whether it can take a request. Who takes it drives it again.
     fn is_free(&mut self) -> bool {
-        let driver = &mut self.driver;
+        let Some(driver) = &mut self.driver else { return false };
         // Otherwise a task that has done much would seem to have a connection that isn't free.
-        let driving = pin!(unconstrained(poll_fn(|context| drive(driver, context))));
+        let driving = pin!(unconstrained(driver.as_mut()));
         let driven = driving.poll(&mut Context::from_waker(Waker::noop()));
+        if driven.is_ready() {
+            self.driver = None;
+        }
         driven.is_pending() && self.sender.is_ready()
     }
 }
 
-/// Ready when it has ended.
-fn drive(driver: &mut Option<Driver>, context: &mut Context<'_>) -> Poll<()> {
-    let Some(running) = driver else { return Poll::Ready(()) };
-    if running.as_mut().poll(context).is_pending() {
-        return Poll::Pending;
+fn drive(driver: &mut Option<Driver>, task: &Arc<TaskWaker>, context: &mut Context<'_>) {
+    let Some(running) = driver else { return };
+    task.set(context.waker());
+    let waker = Waker::from(Arc::clone(task));
+    if running.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
+        // Only its drop tells who waits that nothing more comes.
+        *driver = None;
     }
-    // Only its drop tells who waits that nothing more comes.
-    *driver = None;
-    Poll::Ready(())
+}
+
+/// Wakes the task of the request that uses a connection.
+///
+/// To take a frame of an answer wakes the driver, which could go on now. But who takes frames polls
+/// again anyway, and would be woken in vain for each. So the waker sleeps meanwhile.
+#[derive(Debug)]
+struct TaskWaker {
+    state: AtomicU8,
+    task: Mutex<Waker>,
+}
+
+const AWAKE: u8 = 0;
+const ASLEEP: u8 = 1;
+/// It sleeps, and was called.
+const MISSED: u8 = 2;
+
+impl TaskWaker {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { state: AtomicU8::new(AWAKE), task: Mutex::new(Waker::noop().clone()) })
+    }
+
+    fn set(&self, waker: &Waker) {
+        self.task.lock().clone_from(waker);
+    }
+
+    /// Polls `poll` while this sleeps. If that is pending, a call meanwhile wakes the task.
+    fn asleep<T>(&self, poll: impl FnOnce() -> Poll<T>) -> Poll<T> {
+        self.state.store(ASLEEP, Ordering::SeqCst);
+        let polled = poll();
+        let was_called = self.state.swap(AWAKE, Ordering::SeqCst) == MISSED;
+        if was_called && polled.is_pending() {
+            self.task.lock().wake_by_ref();
+        }
+        polled
+    }
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let missed =
+            self.state.compare_exchange(ASLEEP, MISSED, Ordering::SeqCst, Ordering::SeqCst);
+        if missed == Err(AWAKE) {
+            self.task.lock().wake_by_ref();
+        }
+    }
 }
 
 /// The connections that no request uses.
@@ -132,8 +191,9 @@ impl<B> Pool<B> {
     fn take(&self, host: &Host) -> Option<Connection<B>> {
         loop {
             let (mut connection, since) = self.pop(host)?;
-            // The clock last: a peer may close the connection while this looks at it.
-            if connection.is_free() && now() < since + self.limits.time_max {
+            let is_fresh = || now() < since + self.limits.time_max;
+            // The clock last, too: a peer may close the connection while this looks at it.
+            if is_fresh() && connection.is_free() && is_fresh() {
                 return Some(connection);
             }
         }
@@ -151,7 +211,7 @@ impl<B> Pool<B> {
 
     /// Closes a connection that can't be used again.
     fn put(&self, host: Host, mut connection: Connection<B>) {
-        if !connection.is_free() {
+        if self.limits.per_host_max == 0 || !connection.is_free() {
             return;
         }
         let now = now();
@@ -228,7 +288,7 @@ where
         ready.map_err(|error| Error::Connect(error.into()))?;
         let stream = connector.call(uri).await.map_err(|error| Error::Connect(error.into()))?;
         let (sender, driver) = http1::handshake(stream).await.map_err(Error::Broken)?;
-        Ok(Connection { sender, driver: Some(Box::pin(driver)) })
+        Ok(Connection { sender, driver: Some(Box::pin(driver)), task: TaskWaker::new() })
     }
 }
 
@@ -240,8 +300,10 @@ fn prepare<B>(request: &mut Request<B>) -> Result<Host, Error> {
     let path = parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/"));
     *request.uri_mut() = Uri::from(path);
     if !request.headers().contains_key(HOST) {
-        let value = HeaderValue::from_str(host.1.as_str());
-        request.headers_mut().insert(HOST, value.expect("an authority is legal in a header"));
+        let name = host.1.as_str();
+        let name = name.rsplit_once('@').map_or(name, |(_user, name)| name);
+        let value = HeaderValue::from_str(name).expect("an authority is legal in a header");
+        request.headers_mut().insert(HOST, value);
     }
     Ok(host)
 }
@@ -253,14 +315,15 @@ async fn exchange_heads<B>(
 where
     B: Body + 'static,
 {
-    let mut answer = pin!(connection.sender.try_send_request(request));
+    // Without a budget: nothing would wake the task if the answer seemed to wait for one.
+    let mut answer = pin!(unconstrained(connection.sender.try_send_request(request)));
     poll_fn(|context| {
         // Only the driver makes it ready, and at the latest by its end.
         let mut no_waker = Context::from_waker(Waker::noop());
         if let Poll::Ready(answered) = answer.as_mut().poll(&mut no_waker) {
             return Poll::Ready(answered);
         }
-        let _ = drive(&mut connection.driver, context);
+        drive(&mut connection.driver, &connection.task, context);
         answer.as_mut().poll(&mut no_waker)
     })
     .await
@@ -297,13 +360,31 @@ impl<B> AnswerBody<B> {
 
     /// Only the driver makes the body ready, and at the latest by its end.
     fn poll_body(&mut self) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(&mut Context::from_waker(Waker::noop()));
-        if let Poll::Ready(frame) = &polled
-            && (self.body.is_end_stream() || !matches!(frame, Some(Ok(_))))
-        {
-            self.free_connection();
+        let body = Pin::new(&mut self.body);
+        let poll = || body.poll_frame(&mut Context::from_waker(Waker::noop()));
+        let polled = match &self.connection {
+            Some((_, connection)) => connection.task.asleep(poll),
+            None => poll(),
+        };
+        if let Poll::Ready(frame) = &polled {
+            // Trailers come last, too.
+            let is_data = matches!(frame, Some(Ok(frame)) if frame.is_data());
+            if !is_data || self.body.is_end_stream() {
+                self.free_connection();
+            }
         }
         polled
+    }
+}
+
+impl<B> Drop for AnswerBody<B> {
+    /// What is left may have arrived. Then the connection can be used again.
+    fn drop(&mut self) {
+        for _ in 0..LAST_LOOKS {
+            while let Poll::Ready(Some(Ok(_))) = self.poll_body() {}
+            let Some((_, connection)) = &mut self.connection else { return };
+            connection.is_free();
+        }
     }
 }
 
@@ -319,7 +400,7 @@ impl<B: Unpin> Body for AnswerBody<B> {
             return Poll::Ready(frame);
         }
         let Some((_, connection)) = &mut self.connection else { return Poll::Ready(None) };
-        let _ = drive(&mut connection.driver, context);
+        drive(&mut connection.driver, &connection.task, context);
         self.poll_body()
     }
 
@@ -462,6 +543,52 @@ mod tests {
             answered = waiting => panic!("{answered:?}"),
             _ = begins => {}
         }
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_dropped_after_it_arrived_leaves_its_connection() {
+        let ((listener, url), client) = (server().await, client(8));
+        let requests = async {
+            for _ in 0..3 {
+                drop(client.request(post(&url)).await.unwrap());
+            }
+        };
+        let serving = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            for _ in 0..3 {
+                answer(&mut stream, SHORT).await;
+            }
+        };
+        tokio::join!(requests, serving);
+    }
+
+    #[test]
+    fn a_waker_that_sleeps_forgets_a_call_only_if_something_was_ready() {
+        struct Task(AtomicU8);
+        impl Wake for Task {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        let (task, waker) = (Arc::new(Task(AtomicU8::new(0))), TaskWaker::new());
+        waker.set(&Waker::from(Arc::clone(&task)));
+        let calls = || task.0.load(Ordering::SeqCst);
+        let call = || Waker::from(Arc::clone(&waker)).wake();
+        call();
+        assert_eq!(calls(), 1);
+        let poll = |poll: Poll<()>| {
+            let calling = || {
+                call();
+                poll
+            };
+            assert_eq!(waker.asleep(calling), poll);
+        };
+        poll(Poll::Ready(()));
+        assert_eq!(calls(), 1);
+        poll(Poll::Pending);
+        assert_eq!(calls(), 2);
+        call();
+        assert_eq!(calls(), 3);
     }
 
     #[tokio::test]

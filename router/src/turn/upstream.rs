@@ -1,6 +1,7 @@
 //! The HTTP client for the agents' data ports, with one connection pool for all agents.
 //!
-//! It retries nothing, and gives up requests to agents that `liveness` has found silent.
+//! It repeats only what was not sent, or was refused before it ran, and gives up requests to agents
+//! that `liveness` has found silent.
 
 use std::{
     sync::{

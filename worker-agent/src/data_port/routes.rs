@@ -34,12 +34,12 @@ use super::{
     turn::{self, TurnContext},
 };
 
-/// Turns find their route here, all other requests through axum, whose layers would cost a turn a
-/// good part of its time. Clones serve the same port.
+/// [`ROUTES`] are found here, all others through axum, whose layers would cost a turn a good part of
+/// its time. Clones serve the same port.
 #[derive(Debug, Clone)]
 struct DataPort {
     context: Arc<TurnContext>,
-    /// All but the engine's.
+    /// All but [`ROUTES`].
     other_routes: Router,
 }
 

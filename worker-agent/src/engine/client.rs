@@ -1,6 +1,6 @@
 //! Calls the HTTP API of the engine (SGLang) for the agent.
 //!
-//! The client keeps no list of sessions and retries nothing.
+//! The client keeps no list of sessions, and repeats only what was certainly not sent.
 
 mod control_call;
 
