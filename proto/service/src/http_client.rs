@@ -65,18 +65,27 @@ pub struct IdleLimits {
     pub per_host_max: usize,
 }
 
-/// Clones share their connections. It retries only what was certainly not sent.
+/// It repeats only what was certainly not sent.
 #[derive(Debug)]
-pub struct HttpClient<C, B> {
+pub struct HttpClient<C, B>(Arc<Inner<C, B>>);
+
+#[derive(Debug)]
+struct Inner<C, B> {
     connector: C,
     pool: Arc<Pool<B>>,
 }
 
-impl<C: Clone, B> Clone for HttpClient<C, B> {
+/// Clones share their connections.
+impl<C, B> Clone for HttpClient<C, B> {
     fn clone(&self) -> Self {
-        Self { connector: self.connector.clone(), pool: Arc::clone(&self.pool) }
+        Self(Arc::clone(&self.0))
     }
 }
+
+/// The head of an answer to come. Dropping it closes the connection, as does dropping the answer
+/// before its end.
+pub type Answering<B> =
+    Pin<Box<dyn Future<Output = Result<Response<AnswerBody<B>>, Error>> + Send>>;
 
 type Host = (Scheme, Authority);
 
@@ -246,19 +255,31 @@ impl<B> Idle<B> {
 
 impl<C, B> HttpClient<C, B>
 where
-    C: Service<Uri> + Clone,
+    C: Service<Uri, Future: Send> + Clone + Send + Sync + 'static,
     C::Response: Read + Write + Unpin + Send + 'static,
     C::Error: Into<BoxError>,
     B: Body<Data: Send, Error: Into<BoxError>> + Unpin + Send + 'static,
 {
     #[must_use]
     pub fn new(connector: C, limits: IdleLimits) -> Self {
-        Self { connector, pool: Arc::new(Pool::new(limits)) }
+        Self(Arc::new(Inner { connector, pool: Arc::new(Pool::new(limits)) }))
     }
 
-    /// Returns the head of the answer. Dropping the future, or the answer before its end, closes
-    /// the connection. The request's URI names the host.
-    pub async fn request(&self, mut request: Request<B>) -> Result<Response<AnswerBody<B>>, Error> {
+    /// The request's URI names the host.
+    pub fn request(&self, request: Request<B>) -> Answering<B> {
+        let inner = Arc::clone(&self.0);
+        Box::pin(async move { inner.request(request).await })
+    }
+}
+
+impl<C, B> Inner<C, B>
+where
+    C: Service<Uri> + Clone,
+    C::Response: Read + Write + Unpin + Send + 'static,
+    C::Error: Into<BoxError>,
+    B: Body<Data: Send, Error: Into<BoxError>> + Unpin + Send + 'static,
+{
+    async fn request(&self, mut request: Request<B>) -> Result<Response<AnswerBody<B>>, Error> {
         let uri = request.uri().clone();
         let host = prepare(&mut request)?;
         loop {

@@ -6,7 +6,6 @@ mod control_call;
 
 use std::{
     net::SocketAddr,
-    pin::Pin,
     time::{Duration, Instant},
 };
 
@@ -26,7 +25,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use service::{
     descriptors,
-    http_client::{self, AnswerBody, HttpClient, IdleLimits},
+    http_client::{AnswerBody, Answering, HttpClient, IdleLimits},
 };
 
 pub use self::control_call::ControlCall;
@@ -126,9 +125,7 @@ pub fn is_connection_refused(error: &(dyn std::error::Error + 'static)) -> bool 
 /// The rest of the engine's answer to a turn.
 pub type TurnAnswerBody = AnswerBody<Body>;
 
-/// Dropping it closes the connection.
-pub type TurnAnswer =
-    Pin<Box<dyn Future<Output = Result<Response<TurnAnswerBody>, http_client::Error>> + Send>>;
+pub type TurnAnswer = Answering<Body>;
 
 /// Clones share its connections.
 #[derive(Debug, Clone)]
@@ -204,8 +201,7 @@ impl EngineClient {
     /// The caller has set the credential.
     pub fn send(&self, mut request: Request<Body>) -> TurnAnswer {
         *request.uri_mut() = self.uri(request.uri().path_and_query());
-        let client = self.turn_client.clone();
-        Box::pin(async move { client.request(request).await })
+        self.turn_client.request(request)
     }
 
     /// Also returns the tokenizer's source if the engine states one, and where it publishes KV
