@@ -51,10 +51,12 @@ fn remove(headers: &mut HeaderMap, is_unwanted: impl Fn(&str) -> bool) {
     }
 }
 
-/// Returns the value of `Allow` for a route that takes these methods.
+/// Returns the value of `Allow` for a route that takes these methods. A route that takes GET takes
+/// HEAD, too.
 #[must_use]
 pub fn allow(methods: &[Method]) -> HeaderValue {
-    let names: Vec<&str> = methods.iter().map(Method::as_str).collect();
+    let head = methods.contains(&Method::GET).then_some(Method::HEAD);
+    let names: Vec<&str> = methods.iter().chain(&head).map(Method::as_str).collect();
     HeaderValue::from_str(&names.join(",")).expect("the names of methods are legal")
 }
 
@@ -121,6 +123,12 @@ mod tests {
         all.insert(header::CONNECTION, HeaderValue::from_static("x-mine, close"));
         remove(&mut all, |_| false);
         assert_eq!(names(&all), ["content-length", "x-other"]);
+    }
+
+    #[test]
+    fn a_route_says_what_it_takes() {
+        assert_eq!(allow(&[Method::POST, Method::PUT]), "POST,PUT");
+        assert_eq!(allow(&[Method::GET]), "GET,HEAD");
     }
 
     #[test]

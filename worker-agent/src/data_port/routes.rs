@@ -34,8 +34,8 @@ use super::{
     turn::{self, TurnContext},
 };
 
-/// [`ROUTES`] are found here, all others through axum, whose layers would cost a turn a good part of
-/// its time. Clones serve the same port.
+/// [`ROUTES`] are found here, all others through axum, whose layers would cost a turn a good part
+/// of its time. Clones serve the same port.
 #[derive(Debug, Clone)]
 struct DataPort {
     context: Arc<TurnContext>,
