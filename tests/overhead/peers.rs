@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use self::{
-    contenders::{Contender, NAMES, Setup},
+    contenders::{BEFORE, Contender, NAMES, Setup},
     load::{Request, Seen},
     mock::Mock,
 };
@@ -159,8 +159,10 @@ pub(crate) async fn measure(options: &Options) -> anyhow::Result<Figures> {
     let (python, before) = (python.clone(), before.clone());
     let setup = Setup { engine: mock.addr, python, core: *core, before };
     let (mut contenders, mut left_out) = (vec![], vec![]);
-    let is_asked =
-        |name: &&str| options.only.is_empty() || options.only.iter().any(|it| it == name);
+    let is_asked = |name: &&str| {
+        let is_there = options.before.is_some() || !name.ends_with(BEFORE);
+        is_there && (options.only.is_empty() || options.only.iter().any(|it| it == name))
+    };
     for name in NAMES.into_iter().filter(is_asked) {
         match contenders::start(name, &setup).await? {
             Ok(contender) => contenders.push(contender),

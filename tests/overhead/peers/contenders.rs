@@ -28,7 +28,7 @@ pub(crate) const NAMES: [&str; 9] = [
     "router + agent",
 ];
 /// How the names of an earlier build's contenders end.
-const BEFORE: &str = " before";
+pub(crate) const BEFORE: &str = " before";
 const PORT: u16 = 8080;
 const METRICS_PORT: u16 = 8081;
 /// Routers in Python packages take seconds to load.
