@@ -218,7 +218,7 @@ impl<B> Pool<B> {
         newest
     }
 
-    /// Closes a connection that can't be used again.
+    /// Closes a connection that can't be used again, or is one too many.
     fn put(&self, host: Host, mut connection: Connection<B>) {
         if self.limits.per_host_max == 0 || !connection.is_free() {
             return;
