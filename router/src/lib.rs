@@ -39,7 +39,7 @@ use service::{
     process_metrics,
     reload::{self, Reloaded},
     router_token::Tokens,
-    server::{self, PortLimits},
+    server::{self, LocalPorts, PortLimits},
     settings::{self, Problems},
     supervisor::{self, Watchdog},
     tasks::Tasks,
@@ -104,6 +104,8 @@ const DISCOVERED_AGENTS_EXPECTED: usize = 256;
 pub struct Listeners {
     pub data: tokio::net::TcpListener,
     pub admin: std::net::TcpListener,
+    /// The data ports of agents in this process.
+    pub agents: LocalPorts,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -176,6 +178,7 @@ pub async fn run(mut config: Config, listeners: Listeners, tasks: Tasks) -> Resu
         credentials,
         updates,
         idle_connections_max: descriptors.fleet,
+        local_ports: listeners.agents,
         announcements,
         access_log,
         traces,
@@ -324,6 +327,7 @@ struct FleetParts {
     credentials: AgentCredentials,
     updates: UpdateSender,
     idle_connections_max: usize,
+    local_ports: LocalPorts,
     announcements: Option<Arc<Announcements>>,
     access_log: Option<AccessLog>,
     traces: Traces,
@@ -416,6 +420,7 @@ fn build_shared(
         idle_max: parts.idle_connections_max,
         agents_expected: agents_expected(config),
         credentials: parts.credentials,
+        local_ports: parts.local_ports,
     };
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);

@@ -53,7 +53,12 @@ fn serve(config: Config) -> anyhow::Result<()> {
             .with_context(|| format!("admin_addr {} can't be bound", config.listen.admin_addr))?;
         let tasks = Tasks::default();
         stop_on_signal(&tasks)?;
-        Ok(router::run(config, Listeners { data, admin }, tasks).await?)
+        Ok(router::run(
+            config,
+            Listeners { data, admin, agents: server::LocalPorts::default() },
+            tasks,
+        )
+        .await?)
     });
     // Abandons the tasks that did not end within the drain time.
     runtime.shutdown_background();

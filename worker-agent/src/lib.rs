@@ -39,7 +39,7 @@ use service::{
     proof::agent::AgentProofs,
     reload,
     router_token::Tokens,
-    server::{self, PortLimits},
+    server::{self, LocalPort, PortLimits},
     settings,
     supervisor::{self, Watchdog},
     tasks::Tasks,
@@ -88,6 +88,8 @@ pub struct Listeners {
     pub control: std::net::TcpListener,
     /// For metrics and health (HTTP).
     pub admin: std::net::TcpListener,
+    /// For turns of a router in the same process.
+    pub local: LocalPort,
 }
 
 impl Listeners {
@@ -97,6 +99,7 @@ impl Listeners {
             data: bind(config.listen.data_addr)?,
             control: bind(config.listen.control_addr)?,
             admin: bind(config.listen.admin_addr)?,
+            local: LocalPort::default(),
         })
     }
 }
@@ -191,7 +194,8 @@ pub async fn run(
         metrics,
         traces,
     });
-    start_data_port(listeners.data, context, queues, access.tls, port_limits.data)?;
+    let data = (listeners.data, listeners.local);
+    start_data_port(data, context, queues, access.tls, port_limits.data)?;
     tokio::select! {
         ending = stop => drain(&agent, &announcer, ms(config.shutdown.drain_ms_max), ending).await,
         () = tasks.cancelled() => {}
@@ -286,7 +290,7 @@ fn limit_ports(config: &mut Config, registry: &mut Registrar<'_>) -> AgentPortLi
 
 /// Called last, because it tells the supervisor that the agent is ready.
 fn start_data_port(
-    listener: std::net::TcpListener,
+    (listener, local): (std::net::TcpListener, LocalPort),
     context: Arc<TurnContext>,
     queues: Option<Arc<StagedPrefillQueues>>,
     tls: Option<ServerTls>,
@@ -299,6 +303,7 @@ fn start_data_port(
     });
     let tasks = context.tasks.clone();
     let app = data_port::app(context, staged_prefill_routes);
+    local.open(app.for_own_router());
     let data_server = server::serve(listener, app, port_limits, tls, tasks.clone());
     tasks.spawn_essential("data port", data_server);
     supervisor::tell_ready();

@@ -7,6 +7,7 @@
 
 mod connections;
 mod drain;
+mod local_port;
 mod metrics;
 mod port;
 mod port_limits;
@@ -61,6 +62,7 @@ use self::{
     unread::{DrainedIo, RequestBody, Requests, Watched},
 };
 pub use self::{
+    local_port::{LocalAnswer, LocalPort, LocalPorts, OpenPort},
     metrics::Metrics,
     port::PeerAddress,
     port_limits::{HEALTH_PATHS, PortLimits},
@@ -402,14 +404,7 @@ impl<A: App> RequestHandler<A> {
                 Err(refusal) => refusal.into_response(),
             };
             let held = response.extensions_mut().remove::<HeldByAnswer>();
-            if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
-                let id = request_id.to_str().unwrap_or_default();
-                debug!(request_id = id, code = refusal.code.as_str(), "request refused");
-                *response.body_mut() = Body::from(api.body(&refusal, id));
-                // The length was that of the body before.
-                response.headers_mut().remove(header::CONTENT_LENGTH);
-            }
-            request_id::add(response.headers_mut(), request_id);
+            response = answer_in_form(response, api, request_id);
             if guard.is_none() || !is_usual || leaves.is_cancelled() {
                 let close = HeaderValue::from_static("close");
                 response.headers_mut().insert(header::CONNECTION, close);
@@ -420,6 +415,19 @@ impl<A: App> RequestHandler<A> {
             Ok(response.map(|body| ReadAheadBody::new(body, buffers, &current_answer, held)))
         }
     }
+}
+
+/// Writes a refusal in the form of `api`, and names the request.
+fn answer_in_form(mut response: Response, api: Api, request_id: HeaderValue) -> Response {
+    if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
+        let id = request_id.to_str().unwrap_or_default();
+        debug!(request_id = id, code = refusal.code.as_str(), "request refused");
+        *response.body_mut() = Body::from(api.body(&refusal, id));
+        // The length was that of the body before.
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+    }
+    request_id::add(response.headers_mut(), request_id);
+    response
 }
 
 fn full_refusal() -> Refusal {

@@ -7,6 +7,7 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+use axum::body::Body as LocalBody;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use http_body::{Body, Frame, SizeHint};
@@ -16,7 +17,47 @@ use service::http_client::AnswerBody;
 use self::logprobs::LogprobMerger;
 
 /// An agent's answer as it comes.
-pub(crate) type Incoming = AnswerBody<Full<Bytes>>;
+#[derive(Debug)]
+pub(crate) enum Incoming {
+    Remote(AnswerBody<Full<Bytes>>),
+    /// The agent is part of this process.
+    Local(LocalBody),
+}
+
+/// Why the rest of an answer doesn't come.
+pub(crate) type BodyError = axum::Error;
+
+impl Body for Incoming {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match self.get_mut() {
+            Self::Remote(body) => {
+                let polled = Pin::new(body).poll_frame(context);
+                polled.map(|frame| frame.map(|frame| frame.map_err(BodyError::new)))
+            }
+            Self::Local(body) => Pin::new(body).poll_frame(context),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Remote(body) => body.is_end_stream(),
+            Self::Local(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Remote(body) => body.size_hint(),
+            Self::Local(body) => body.size_hint(),
+        }
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct AgentBody {
@@ -47,7 +88,7 @@ impl AgentBody {
     fn poll_raw(
         &mut self,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         if let Some(first) = self.first.take() {
             return Poll::Ready(Some(Ok(Frame::data(first))));
         }
@@ -62,12 +103,12 @@ impl AgentBody {
 
 impl Body for AgentBody {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BodyError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         loop {
             let frame = ready!(self.poll_raw(context));
             let Some(merger) = &mut self.merger else { return Poll::Ready(frame) };

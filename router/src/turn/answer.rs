@@ -19,7 +19,7 @@ use service::{clock::now, headers::strip_answer};
 use tokio::time::Sleep;
 
 use super::{
-    agent_body::{AgentBody, is_event_stream},
+    agent_body::{AgentBody, BodyError, is_event_stream},
     holdings::Holdings,
     placer::assignment::Assignment,
     send::{Answered, Sent, turn_id_header},
@@ -219,7 +219,7 @@ enum StreamError {
     #[error("the worker has stopped answering")]
     Silent,
     #[error("the worker broke off its answer")]
-    BrokenOff(#[source] hyper::Error),
+    BrokenOff(#[source] BodyError),
 }
 
 impl Body for AnswerBody {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use service::{http_client, refusal::Refusal};
 
-use super::request;
+use super::{agent_body::BodyError, request};
 use crate::{
     sessions::{check, lifecycle},
     shares::Refused,
@@ -155,7 +155,7 @@ pub(crate) enum NoAnswer {
     AnswerBrokenOff {
         worker: String,
         #[source]
-        source: hyper::Error,
+        source: BodyError,
     },
     #[error("prefill worker {worker} sent more bytes than any prompt's answer has")]
     AnswerTooLong { worker: String },

@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use axum::body::Body;
 use bytes::Bytes;
 use contract::{claim, proof};
 use http::{Request, Response, StatusCode, Uri, uri::PathAndQuery};
@@ -21,6 +22,7 @@ use service::{
     descriptors,
     http_client::{Error, HttpClient, IdleLimits},
     proof::{connection::ProvenConnector, router::Signer},
+    server::LocalPorts,
     tls::{Protocol, client::Connector},
 };
 
@@ -71,11 +73,14 @@ pub(crate) struct UpstreamConnections {
     /// The agents that share those descriptors.
     pub(crate) agents_expected: usize,
     pub(crate) credentials: AgentCredentials,
+    /// The data ports of agents in this process.
+    pub(crate) local_ports: LocalPorts,
 }
 
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
     client: HttpClient<ProvenConnector, Full<Bytes>>,
+    local_ports: LocalPorts,
     /// Nothing signs without a token. An entry stays until the slot's next agent has one: turns may
     /// still go to an agent that has left.
     signers: BySlot<Arc<Signer>>,
@@ -108,7 +113,8 @@ impl UpstreamClient {
             per_host_max: idle_per_agent.clamp(1, IDLE_CONNECTIONS_PER_AGENT_MAX),
         };
         let client = HttpClient::new(connector, idle_limits);
-        Self { client, signers: BySlot::new(), update_sender, pulses }
+        let local_ports = connections.local_ports;
+        Self { client, local_ports, signers: BySlot::new(), update_sender, pulses }
     }
 
     /// Waits for the head of the answer, until `deadline` or until the agent is found silent.
@@ -163,14 +169,17 @@ impl UpstreamClient {
         agent: AgentKey,
         mut request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, Error> {
+        if let Some(port) = self.local_ports.find(request.uri()) {
+            return Ok(port.call(request.map(Body::new)).await.map(Incoming::Local));
+        }
         let Some(signer) = self.signers.get(agent) else {
-            return self.client.request(request).await;
+            return self.request(request).await;
         };
         let unsigned = request.clone();
         let challenge = signer.challenge();
         sign(&signer, &mut request);
         let uri = request.uri().clone();
-        let answer = self.client.request(request).await?;
+        let answer = self.request(request).await?;
         if !is_refused_as_stranger(&answer) {
             return Ok(answer);
         }
@@ -181,7 +190,11 @@ impl UpstreamClient {
         }
         let mut request = unsigned;
         sign(&signer, &mut request);
-        self.client.request(request).await
+        self.request(request).await
+    }
+
+    async fn request(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Error> {
+        Ok(self.client.request(request).await?.map(Incoming::Remote))
     }
 
     /// Returns whether the agent at the host of `uri` has proven itself.

@@ -11,7 +11,7 @@ use http::{Method, Response, StatusCode};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use serde_json::{Value, json};
-use service::tasks::Tasks;
+use service::{server::LocalPorts, tasks::Tasks};
 use tokio::{sync::oneshot, task::JoinHandle};
 use tonic::transport::{Channel, Endpoint};
 use worker_agent::{
@@ -176,7 +176,7 @@ impl Router {
         let admin = std::net::TcpListener::bind(config.listen.admin_addr)?;
         let addrs = (data.local_addr()?, admin.local_addr()?);
         let (tasks, has_tls) = (Tasks::default(), config.tls.server_files().is_some());
-        let listeners = router::Listeners { data, admin };
+        let listeners = router::Listeners { data, admin, agents: LocalPorts::default() };
         let ended = tokio::spawn(router::run(config, listeners, tasks.clone()));
         Ok(Self { data: addrs.0, admin: addrs.1, has_tls, tasks, ended })
     }

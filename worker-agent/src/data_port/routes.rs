@@ -23,22 +23,23 @@ use http::{StatusCode, header};
 use service::{
     headers,
     refusal::{Code, Refusal},
-    server::App,
 };
 use tower::{Service, ServiceExt as _};
 use tracing::debug;
 
 use super::{
     aborts, control,
-    router_auth::demand_router,
+    router_auth::{Caller, demand_router},
     turn::{self, TurnContext},
 };
 
 /// [`ROUTES`] are found here, all others through axum, whose layers would cost a turn a good part
 /// of its time. Clones serve the same port.
 #[derive(Debug, Clone)]
-struct DataPort {
+pub struct DataPort {
     context: Arc<TurnContext>,
+    /// The router of this process calls, and needs no proof.
+    is_for_own_router: bool,
     /// All but [`ROUTES`].
     other_routes: Router,
 }
@@ -53,7 +54,9 @@ impl Service<Request> for DataPort {
     }
 
     fn call(&mut self, mut request: Request) -> Self::Future {
-        if let Err(answer) = demand_router(&self.context, &mut request) {
+        if self.is_for_own_router {
+            request.extensions_mut().insert(Caller::Router);
+        } else if let Err(answer) = demand_router(&self.context, &mut request) {
             return Box::pin(std::future::ready(Ok(answer)));
         }
         let path = request.uri().path();
@@ -67,8 +70,16 @@ impl Service<Request> for DataPort {
     }
 }
 
+impl DataPort {
+    /// The app for the router of the same process, which can't be reached from outside.
+    #[must_use]
+    pub fn for_own_router(&self) -> Self {
+        Self { is_for_own_router: true, ..self.clone() }
+    }
+}
+
 /// `/health` tells routers that the agent's process answers.
-pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) -> impl App {
+pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) -> DataPort {
     let mut app = other_routes
         .route("/v1/responses/{id}", get(pass_on))
         .route("/v1/responses/{id}/cancel", post(pass_on))
@@ -91,7 +102,7 @@ pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) ->
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())
         .with_state(Arc::clone(&context));
-    DataPort { context, other_routes }
+    DataPort { context, is_for_own_router: false, other_routes }
 }
 
 /// The router has checked who owns a stored response.
