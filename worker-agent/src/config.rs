@@ -74,6 +74,12 @@ pub struct Args {
     /// Address for metrics, health and readiness.
     #[arg(long)]
     pub admin_addr: Option<SocketAddr>,
+    /// URL of a router's data port to announce this agent to; once for each router
+    #[arg(long, value_name = "URL")]
+    pub join: Vec<String>,
+    /// Host at which routers on other hosts reach this agent
+    #[arg(long, value_name = "HOST")]
+    pub address: Option<String>,
     /// Checks the settings, prints them and exits.
     #[arg(long)]
     pub check_config: bool,
@@ -115,6 +121,10 @@ impl Config {
         config.listen.data_addr = args.data_addr.unwrap_or(config.listen.data_addr);
         config.listen.control_addr = args.control_addr.unwrap_or(config.listen.control_addr);
         config.listen.admin_addr = args.admin_addr.unwrap_or(config.listen.admin_addr);
+        if !args.join.is_empty() {
+            config.announce.routers = args.join;
+        }
+        config.advertise.host = args.address.unwrap_or(config.advertise.host);
         config.check(&mut problems);
         config.check_access(&mut problems);
         problems.extend(config.connections.problems());

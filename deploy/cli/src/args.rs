@@ -2,7 +2,7 @@
 //!
 //! A secret is never a flag: every user of the host can read the flags of a process.
 
-use std::path::PathBuf;
+use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -56,9 +56,27 @@ pub struct TargetArgs {
     pub token_file: Option<PathBuf>,
 }
 
+impl Default for TargetArgs {
+    fn default() -> Self {
+        Self {
+            router: ROUTER_URL.to_owned(),
+            agent: AGENT_URL.to_owned(),
+            key_file: None,
+            ca: None,
+            cert: None,
+            cert_key: None,
+            server_name: None,
+            token_file: None,
+        }
+    }
+}
+
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Serves the SGLang engines of this host, by the program berth-serve; see --help behind it
+    #[command(disable_help_flag = true)]
+    Serve(ServeArgs),
     /// Shows workers, sessions and placements as they change, until q
     Top(TopArgs),
     /// Lists the workers: state, turns, request rows, KV pool
@@ -87,6 +105,14 @@ pub enum Command {
     Audit(AuditArgs),
     /// Shows which blocks are resident on an engine, as routers are told
     Kv(KvArgs),
+}
+
+/// The arguments of `berth serve`.
+#[derive(Debug, clap::Args)]
+pub struct ServeArgs {
+    /// Arguments of berth-serve
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+    pub arguments: Vec<OsString>,
 }
 
 /// The arguments of `berth top`.

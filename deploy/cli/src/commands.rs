@@ -9,6 +9,7 @@ pub mod kv;
 pub mod listing;
 pub mod pages;
 pub mod placements;
+pub mod serve;
 pub mod session;
 pub mod sessions;
 pub mod top;
@@ -42,6 +43,7 @@ impl Outcome {
 pub async fn run(args: Args) -> Result<Outcome, Error> {
     let target = &args.target;
     match args.command {
+        Command::Serve(args) => serve::run(&args.arguments),
         Command::Top(args) => top::run(target, &args).await,
         Command::Workers(list) => workers::run(target, &list).await,
         Command::Devices(list) => devices::run(target, &list).await,

@@ -21,6 +21,11 @@ pub enum Error {
     /// The text says what to give.
     #[error("{0}")]
     Usage(String),
+    #[error(
+        "berth-serve can't be started: {source}; install it beside berth, as the wheel \
+         berth-sglang does"
+    )]
+    Serve { source: io::Error },
     #[error("can't use a file that an argument names")]
     File(#[from] service::reload::Error),
     #[error("can't read the key from {path}: {why}")]
@@ -111,7 +116,9 @@ impl Error {
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Usage(_) => exit::USAGE,
-            Self::File(_) | Self::KeyFile { .. } | Self::FileExists { .. } => exit::FILE,
+            Self::File(_) | Self::KeyFile { .. } | Self::FileExists { .. } | Self::Serve { .. } => {
+                exit::FILE
+            }
             Self::Unreachable { .. } | Self::NoEngine { .. } => exit::UNREACHABLE,
             Self::Refused { .. } => exit::REFUSED,
             Self::Failed { .. } => exit::NOT_WELL,

@@ -35,12 +35,17 @@ pub const KV_EVENTS_PORT: u16 = 5557;
 pub const SHIM_FIX: &str = "install worker-agent/shim where the engine runs, for its user; set \
                             BERTH_SHIM_SOCKET to the agent's files.shim_socket";
 
-/// Both are ports of loopback.
+/// As a shell takes it.
 #[must_use]
 pub fn kv_events_flag(port: u16, replay_port: u16) -> String {
+    format!("{} '{}'", KV_EVENTS.name, kv_events_config(port, replay_port))
+}
+
+/// The flag's value. Both are ports of loopback.
+#[must_use]
+pub fn kv_events_config(port: u16, replay_port: u16) -> String {
     format!(
-        "{} '{{\"publisher\": \"zmq\", \"endpoint\": \"tcp://127.0.0.1:{port}\", \"bind\": true, \
-         \"replay_endpoint\": \"tcp://127.0.0.1:{replay_port}\"}}'",
-        KV_EVENTS.name
+        "{{\"publisher\": \"zmq\", \"endpoint\": \"tcp://127.0.0.1:{port}\", \"bind\": true, \
+         \"replay_endpoint\": \"tcp://127.0.0.1:{replay_port}\"}}"
     )
 }

@@ -201,7 +201,9 @@ fn plan_agents(
     agents
 }
 
-fn worker_id(host: &str, port: u16) -> String {
+/// A name for the agent of the engine at `port`, unique in the fleet.
+#[must_use]
+pub fn worker_id(host: &str, port: u16) -> String {
     let is_legal = |it: &char| it.is_ascii_alphanumeric() || "._-".contains(*it);
     let name: String = host.chars().filter(is_legal).take(WORKER_ID_BYTES_MAX - 6).collect();
     format!("{}-{port}", if name.is_empty() { "node" } else { &name })
@@ -213,7 +215,9 @@ fn is_name(text: &str) -> bool {
     !text.is_empty() && !text.starts_with(['.', '-']) && text.bytes().all(is_legal)
 }
 
-fn missing_flags(engine: &FoundEngine, kv_events_port: u16) -> Vec<MissingFlag> {
+/// The flags that the engine lacks, with KV events from `kv_events_port` on.
+#[must_use]
+pub fn missing_flags(engine: &FoundEngine, kv_events_port: u16) -> Vec<MissingFlag> {
     let whole = |flag: EngineFlag| match flag {
         flags::KV_EVENTS | flags::KV_REPLAY => {
             flags::kv_events_flag(kv_events_port, kv_events_port.saturating_add(engine.ranks))

@@ -18,11 +18,22 @@ use std::{ffi::OsString, io::Write as _, process::ExitCode};
 
 use clap::Parser as _;
 
-use self::{args::Args, commands::Outcome, error::exit};
+use self::{
+    args::Args,
+    commands::{Outcome, serve},
+    error::exit,
+};
 
 /// `args` begin with the program's name. Returns the exit status.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let args = match Args::try_parse_from(args) {
+    let words = Vec::from_iter(args);
+    if let [_, command, arguments @ ..] = &*words
+        && command == "serve"
+    {
+        // The parser would take the first `--` out.
+        return ended(serve::run(arguments));
+    }
+    let args = match Args::try_parse_from(words) {
         Ok(args) => args,
         Err(error) => {
             // The parser reports help and version as errors, but they are not usage errors.
@@ -32,10 +43,13 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let result = match runtime {
+    ended(match runtime {
         Ok(runtime) => runtime.block_on(commands::run(args)),
         Err(error) => Err(error::Error::Output(error)),
-    };
+    })
+}
+
+fn ended(result: Result<Outcome, error::Error>) -> ExitCode {
     match result {
         Ok(Outcome::Well) => ExitCode::from(exit::WELL),
         Ok(Outcome::NotWell) => ExitCode::from(exit::NOT_WELL),

@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser};
 use clap_complete::Shell;
 
-/// Writes the manual pages and completions of berth, berth-agent and berth-router
+/// Writes the manual pages and completions of Berth's programs
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
@@ -31,6 +31,7 @@ fn main() -> anyhow::Result<()> {
         (cli::args::Args::command(), ""),
         (worker_agent::config::Args::command(), manual::AGENT),
         (router::config::Args::command(), manual::ROUTER),
+        (serve::args::Args::command(), manual::SERVE),
     ];
     for (mut command, more) in programs {
         let name = command.get_name().to_owned();

@@ -47,6 +47,42 @@ The socket of the shim, the plugin in the engine.
 .BR berth\\-router (1)
 ";
 
+/// What the page of `berth-serve` says besides its flags.
+pub(crate) const SERVE: &str = "\
+.SH SIGNALS
+.TP
+.B SIGTERM
+Leaves: serves on for a while, then lets turns end, closes sessions, and stops the engines it started.
+.TP
+.B SIGINT
+The same at once. A second signal waits for no turns, a third for no engines.
+.SH EXIT STATUS
+.TP
+.B 0
+Stopped by a signal.
+.TP
+.B 1
+Something couldn't start, or a part of the process ended.
+.TP
+.B 64
+The arguments or settings are wrong. A restart doesn't help.
+.TP
+.B others
+Those of an engine that ended; 128 and the signal's number if a signal ended it.
+.SH ENVIRONMENT
+.TP
+.B BERTH_ENGINE_API_KEY, BERTH_ENGINE_ADMIN_API_KEY
+The engines' keys, if they have them.
+.SH FILES
+.TP
+.I $XDG_RUNTIME_DIR/berth, or ~/.local/state/berth
+The journals of open sessions, and the sockets of the shim.
+.SH SEE ALSO
+.BR berth (1),
+.BR berth\\-agent (1),
+.BR berth\\-router (1)
+";
+
 /// What the page of `berth-router` says besides its flags.
 pub(crate) const ROUTER: &str = "\
 .SH SIGNALS

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use service::router_token::Tokens;
 
 use self::find::Found;
+pub use self::find::ask_engine;
 use super::{Outcome, print};
 use crate::{
     args::{InitArgs, TargetArgs},

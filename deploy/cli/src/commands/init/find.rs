@@ -116,6 +116,14 @@ fn ports_to_ask(of_processes: &BTreeSet<u16>, listening: Option<&BTreeSet<u16>>)
     ports.into_iter().take(PORTS_MAX).collect()
 }
 
+/// Asks the engine at a URL on this host, with the key in the environment if it wants one.
+///
+/// # Errors
+/// Nothing answers there, or what answers is no engine.
+pub async fn ask_engine(target: &TargetArgs, url: &str) -> Result<FoundEngine, Error> {
+    ask(target, url.to_owned(), read_engine_key()?).await
+}
+
 /// Asks a URL, first without the key: a server that takes anybody must not learn it.
 async fn ask(
     target: &TargetArgs,

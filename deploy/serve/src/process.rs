@@ -1,0 +1,154 @@
+//! Runs the process of one engine: passes its log on, and leaves nothing of it behind.
+//!
+//! The engine has a process group of its own: Ctrl-C at the terminal ends the turns first, and then
+//! the engine. If `berth serve` is killed, the system kills the engine.
+
+use std::{
+    ffi::OsString,
+    io::{self, Write as _},
+    os::{fd::OwnedFd, unix::process::CommandExt as _},
+    path::Path,
+    process::{ExitCode, ExitStatus, Stdio},
+    time::Duration,
+};
+
+use rustix::process::{
+    Pid, Signal, getppid, kill_process, kill_process_group, set_parent_process_death_signal,
+};
+use service::command_line::print_error;
+use tokio::{net::unix::pipe, process::Child};
+
+use crate::{engine_command::EngineCommand, last_lines::LastLines};
+
+/// The first word of a command line of this program that becomes an engine.
+const BECOME: &str = "become-engine";
+/// As of a shell that doesn't find a program.
+const NOT_STARTED: u8 = 127;
+const READ_BYTES_MAX: usize = 16 << 10;
+
+#[derive(Debug)]
+pub struct EngineProcess {
+    child: Child,
+    /// The group has the same number.
+    pid: Pid,
+    log: pipe::Receiver,
+    is_log_open: bool,
+    out: LogOut,
+    pub last_lines: LastLines,
+}
+
+/// Becomes the engine if this process was started for that. Returns what it ends with if it can't.
+#[must_use]
+pub fn become_engine(mut args: impl Iterator<Item = OsString>) -> Option<ExitCode> {
+    args.next();
+    (args.next()? == BECOME).then_some(())?;
+    let parent = args.next()?.into_string().ok()?.parse().ok().and_then(Pid::from_raw)?;
+    let program = args.next()?;
+    let bound = set_parent_process_death_signal(Some(Signal::KILL));
+    // The parent may have gone before.
+    if bound.is_err() || getppid() != Some(parent) {
+        return Some(ExitCode::FAILURE);
+    }
+    let error = std::process::Command::new(&program).args(args).exec();
+    print_error(&format_args!("can't start {}: {error}", program.to_string_lossy()));
+    Some(ExitCode::from(NOT_STARTED))
+}
+
+impl EngineProcess {
+    /// To call on a thread that lives as long as the engine may: the engine ends with it. Lines of
+    /// the log get `prefix`.
+    pub fn start(command: &EngineCommand, shim_socket: &Path, prefix: String) -> io::Result<Self> {
+        let (reader, writer) = io::pipe()?;
+        let child = tokio::process::Command::new("/proc/self/exe")
+            .args([BECOME, &std::process::id().to_string()])
+            .args(&command.words)
+            .envs(command.environment.iter().map(|(name, value)| (name, value)))
+            .env("BERTH_SHIM_SOCKET", shim_socket)
+            // Otherwise Python would hold its last lines back in a pipe.
+            .env("PYTHONUNBUFFERED", "1")
+            .stdin(Stdio::null())
+            .stdout(writer.try_clone()?)
+            .stderr(writer)
+            .process_group(0)
+            .spawn()?;
+        let number = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+        let pid = number.expect("a process that nobody has waited for has an id");
+        let log = pipe::Receiver::from_owned_fd(OwnedFd::from(reader))?;
+        let out = LogOut { prefix, is_in_line: false };
+        Ok(Self { child, pid, log, is_log_open: true, out, last_lines: LastLines::default() })
+    }
+
+    /// Passes the log on until the process ends, and ends what is left of its group. Dropping the
+    /// future loses nothing.
+    pub async fn wait(&mut self) -> io::Result<ExitStatus> {
+        let status = loop {
+            tokio::select! {
+                biased;
+                readable = self.log.readable(), if self.is_log_open => {
+                    readable?;
+                    self.pass_on();
+                }
+                status = self.child.wait() => break status?,
+            }
+        };
+        while self.pass_on() {}
+        // The group is gone if nothing is left.
+        let _ = kill_process_group(self.pid, Signal::KILL);
+        Ok(status)
+    }
+
+    /// Returns whether something has come.
+    fn pass_on(&mut self) -> bool {
+        let mut bytes = [0; READ_BYTES_MAX];
+        match self.log.try_read(&mut bytes) {
+            Ok(0) => self.is_log_open = false,
+            Ok(length) => {
+                self.last_lines.push(&bytes[..length]);
+                self.out.write(&bytes[..length]);
+                return true;
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => self.is_log_open = false,
+        }
+        false
+    }
+
+    /// Asks the process to end, and kills it if it doesn't.
+    pub async fn stop(&mut self, time_max: Duration) -> io::Result<ExitStatus> {
+        // Fails if it has ended.
+        let _ = kill_process(self.pid, Signal::TERM);
+        match tokio::time::timeout(time_max, self.wait()).await {
+            Ok(status) => status,
+            Err(_) => {
+                let _ = kill_process_group(self.pid, Signal::KILL);
+                self.wait().await
+            }
+        }
+    }
+}
+
+/// Writes an engine's log to standard error. If that has gone, nobody reads it.
+#[derive(Debug)]
+struct LogOut {
+    prefix: String,
+    is_in_line: bool,
+}
+
+impl LogOut {
+    fn write(&mut self, bytes: &[u8]) {
+        let mut out = io::stderr().lock();
+        if self.prefix.is_empty() {
+            let _ = out.write_all(bytes);
+            return;
+        }
+        let mut prefixed = Vec::with_capacity(bytes.len() + 64);
+        for piece in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+            if !self.is_in_line {
+                prefixed.extend_from_slice(self.prefix.as_bytes());
+            }
+            prefixed.extend_from_slice(piece);
+            self.is_in_line = !piece.ends_with(b"\n") && !piece.ends_with(b"\r");
+        }
+        let _ = out.write_all(&prefixed);
+    }
+}
