@@ -172,6 +172,9 @@ async fn clients_that_read_nothing_do_not_hold_the_engine() {
     let cluster = Cluster::start(1, |settings| {
         long_answers(&mut settings.engine);
         settings.agent.limits.turns_in_flight_max = 4;
+        // An agent in the router's process has no buffers of its own.
+        let connections = &mut settings.router.as_mut().unwrap().connections;
+        connections.answer_buffer_bytes_max = 8 << 20;
     });
     let cluster = cluster.await.unwrap();
     let mut silent = vec![];

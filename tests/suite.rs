@@ -30,6 +30,7 @@ mod replay;
 mod resident;
 mod restarts;
 mod rl;
+mod serve;
 mod silence;
 mod sim;
 mod soak;

@@ -303,7 +303,7 @@ fn start_data_port(
     });
     let tasks = context.tasks.clone();
     let app = data_port::app(context, staged_prefill_routes);
-    local.open(app.for_own_router());
+    local.open(app.for_own_router(), tasks.token());
     let data_server = server::serve(listener, app, port_limits, tls, tasks.clone());
     tasks.spawn_essential("data port", data_server);
     supervisor::tell_ready();

@@ -22,7 +22,7 @@ struct Args {
     port: u16,
     /// The socket on which an agent listens for the engine's shim. The first rank's shim reports
     /// there; without the flag, the engine has no shim.
-    #[arg(long)]
+    #[arg(long, env = "BERTH_SHIM_SOCKET")]
     shim_socket: Option<PathBuf>,
     #[command(flatten)]
     config: Config,

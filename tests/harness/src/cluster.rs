@@ -7,11 +7,14 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use axum::body::Body;
 use contract::v1::worker_agent_client::WorkerAgentClient;
-use http::{Method, Response, StatusCode};
+use http::{Method, Response, StatusCode, uri::Authority};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use serde_json::{Value, json};
-use service::{server::LocalPorts, tasks::Tasks};
+use service::{
+    server::{LocalPort, LocalPorts},
+    tasks::Tasks,
+};
 use tokio::{sync::oneshot, task::JoinHandle};
 use tonic::transport::{Channel, Endpoint};
 use worker_agent::{
@@ -27,6 +30,9 @@ use engine_sim::{EngineSim, loopback::own_addr};
 /// machine takes several times as long.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
+/// With this variable, the routers of a [`Cluster`] call its agents as those of `berth serve` do.
+const ONE_PROCESS: &str = "BERTH_TEST_ONE_PROCESS";
+
 /// A running agent. If dropped without [`Agent::stop`], its tasks end with the runtime.
 #[derive(Debug)]
 pub struct Agent {
@@ -39,6 +45,7 @@ pub struct Agent {
     /// The socket on which the agent listens for the engine's shim.
     pub shim_socket: PathBuf,
     has_tls: bool,
+    local: LocalPort,
     /// Ends the agent, as a signal would.
     pub stop: oneshot::Sender<Ending>,
     ended: JoinHandle<Result<(), worker_agent::Error>>,
@@ -86,7 +93,7 @@ impl Agent {
             listeners.admin.local_addr()?,
         );
         let shim_socket = config.shim_socket();
-        let has_tls = config.tls.server_files().is_some();
+        let (has_tls, local) = (config.tls.server_files().is_some(), listeners.local.clone());
         let (stop, stopped) = oneshot::channel();
         let stopped = async {
             match stopped.await {
@@ -97,7 +104,7 @@ impl Agent {
         };
         let epoch = service::clock::unix_ns();
         let ended = tokio::spawn(worker_agent::run(config, listeners, epoch, stopped));
-        Ok(Self { data, control, admin, shim_socket, has_tls, stop, ended, _state: state })
+        Ok(Self { data, control, admin, shim_socket, has_tls, local, stop, ended, _state: state })
     }
 
     /// Returns the URL of a data route.
@@ -116,6 +123,11 @@ impl Agent {
     #[must_use]
     pub fn admin_url(&self, path: &str) -> String {
         format!("http://{}{path}", self.admin)
+    }
+
+    fn local_port(&self) -> (Authority, LocalPort) {
+        let authority = self.data.to_string().parse().expect("an address is an authority");
+        (authority, self.local.clone())
     }
 
     /// Connects to the control port, as a router does.
@@ -170,13 +182,24 @@ impl Router {
     ///
     /// # Errors
     /// Fails if a port can't be bound.
-    #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
     pub async fn start(config: router::config::Config) -> anyhow::Result<Self> {
+        Self::start_beside(config, LocalPorts::default()).await
+    }
+
+    /// Starts a router in one process with agents, whose data ports are `agents`.
+    ///
+    /// # Errors
+    /// Fails if a port can't be bound.
+    #[expect(clippy::disallowed_methods, reason = "a process of its own, here as a task")]
+    pub async fn start_beside(
+        config: router::config::Config,
+        agents: LocalPorts,
+    ) -> anyhow::Result<Self> {
         let data = tokio::net::TcpListener::bind(config.listen.data_addr).await?;
         let admin = std::net::TcpListener::bind(config.listen.admin_addr)?;
         let addrs = (data.local_addr()?, admin.local_addr()?);
         let (tasks, has_tls) = (Tasks::default(), config.tls.server_files().is_some());
-        let listeners = router::Listeners { data, admin, agents: LocalPorts::default() };
+        let listeners = router::Listeners { data, admin, agents };
         let ended = tokio::spawn(router::run(config, listeners, tasks.clone()));
         Ok(Self { data: addrs.0, admin: addrs.1, has_tls, tasks, ended })
     }
@@ -294,7 +317,10 @@ impl Cluster {
         workers: Vec<String>,
         config: router::config::Config,
     ) -> anyhow::Result<()> {
-        let router = Router::start(router::config::Config { workers, ..config }).await?;
+        let config = router::config::Config { workers, ..config };
+        let is_one_process = std::env::var_os(ONE_PROCESS).is_some_and(|set| !set.is_empty());
+        let agents = self.agents.iter().filter(|_| is_one_process).map(Agent::local_port);
+        let router = Router::start_beside(config, LocalPorts::new(agents)).await?;
         ready(&self.web, router.admin).await;
         self.routers.push(router);
         Ok(())

@@ -9,6 +9,7 @@ use std::{
 
 use axum::{body::Body, response::Response};
 use http::{Request, Uri, uri::Authority};
+use tokio_util::sync::CancellationToken;
 
 use super::{App, answer_in_form, request_id};
 use crate::refusal::Api;
@@ -18,9 +19,15 @@ pub type LocalAnswer = Pin<Box<dyn Future<Output = Response> + Send>>;
 
 type Handler = dyn Fn(Request<Body>) -> LocalAnswer + Send + Sync;
 
+struct Opened {
+    handler: Box<Handler>,
+    /// Ends it, as the port's listener ends.
+    stop: CancellationToken,
+}
+
 /// One port's app. Clones lead to the same app.
 #[derive(Clone, Default)]
-pub struct LocalPort(Arc<OnceLock<Box<Handler>>>);
+pub struct LocalPort(Arc<OnceLock<Opened>>);
 
 impl fmt::Debug for LocalPort {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -29,9 +36,10 @@ impl fmt::Debug for LocalPort {
 }
 
 impl LocalPort {
-    /// From now on `app` answers. The first app stays.
-    pub fn open(&self, app: impl App + Sync) {
-        let _ = self.0.set(Box::new(move |request| Box::pin(serve(app.clone(), request))));
+    /// From now on `app` answers, until `stop`. The first app stays.
+    pub fn open(&self, app: impl App + Sync, stop: CancellationToken) {
+        let handler: Box<Handler> = Box::new(move |request| Box::pin(serve(app.clone(), request)));
+        let _ = self.0.set(Opened { handler, stop });
     }
 }
 
@@ -61,7 +69,8 @@ async fn serve(mut app: impl App, mut request: Request<Body>) -> Response {
     answer_in_form(response, api, id)
 }
 
-/// The ports of this process that are called without a connection, by host and port.
+/// The ports of this process that are called without a connection, by host and port. A port that has
+/// ended is called like any other, and refuses.
 #[derive(Debug, Clone, Default)]
 pub struct LocalPorts(HashMap<Authority, LocalPort>);
 
@@ -76,6 +85,7 @@ impl LocalPorts {
     pub fn find(&self, uri: &Uri) -> Option<OpenPort<'_>> {
         // Usually there is none, and then nothing is hashed.
         let port = if self.0.is_empty() { None } else { self.0.get(uri.authority()?) };
-        port?.0.get().map(|handler| OpenPort(&**handler))
+        let opened = port?.0.get().filter(|opened| !opened.stop.is_cancelled());
+        opened.map(|opened| OpenPort(&*opened.handler))
     }
 }
