@@ -64,7 +64,9 @@ class Cluster:
     def __init__(self, fleet: Fleet, name: str = "clients"):
         folder = fleet.folder / name
         folder.mkdir(exist_ok=True)
-        self.fleet = Fleet(folder, fleet.bin_dir, fleet.page_size, worker=name)
+        self.fleet = Fleet(
+            folder, fleet.bin_dir, fleet.page_size, worker=name, serves=fleet.serves
+        )
         self.contexts = folder / "contexts.jsonl"
         self._read = 0
         made = engine_home() / "chat-model/tokenizer.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ignore_signals
 
-from integration.fleet import Fleet, binaries
+from integration.fleet import PROGRAMS, Fleet, binaries
 from integration.processes import Failed
 from integration.seams import functions_off, is_before
 from integration.turns import clean_up
@@ -18,6 +18,7 @@ from integration.turns import clean_up
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("integration suite")
     group.addoption("--page-size", type=int, default=16, help="the engine's (default 16)")
+    group.addoption("--serve", action="store_true", help="berth serve for agent and router")
     group.addoption("--keep", action="store_true", help="leave the fleet running until Ctrl-C")
     group.addoption("--only-engine", action="store_true", help="run the engine alone, no tests")
 
@@ -35,10 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest, folder: Path) -> Iterator[Fleet]:
     options = request.config.option
-    fleet = Fleet(folder, Path(), options.page_size)
+    fleet = Fleet(folder, Path(), options.page_size, serves=options.serve)
     with _stopped_at_end(fleet):
         try:
-            fleet.bin_dir = binaries()
+            fleet.bin_dir = binaries((*PROGRAMS, "berth-serve") if options.serve else PROGRAMS)
             fleet.start_engine()
             fleet.start_agent()
             fleet.start_router()

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from integration import preloaded, wire
 from integration.processes import Failed, Process, answers_200, free_ports, shim_env, wait_until
 from integration.seams import is_before
@@ -124,7 +126,10 @@ def wait_engine(engine: Process, url: str) -> float:
     )
 
 
-def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router", "berth")) -> Path:
+PROGRAMS = ("berth-agent", "berth-router", "berth")
+
+
+def binaries(names: tuple[str, ...] = PROGRAMS) -> Path:
     """Returns the folder with these programs: `BERTH_BIN_DIR`, or cargo's after it has built
     them."""
     if named := os.environ.get("BERTH_BIN_DIR"):
@@ -147,7 +152,10 @@ def binaries(names: tuple[str, ...] = ("berth-agent", "berth-router", "berth")) 
 
 @dataclass
 class Fleet:
-    """The processes, their addresses, and methods that start or stop each of them."""
+    """The processes, their addresses, and methods that start or stop each of them.
+
+    With `serves`, agent and router are one process, `berth-serve`, and `agent` is the same as
+    `router`."""
 
     folder: Path
     bin_dir: Path
@@ -162,6 +170,7 @@ class Fleet:
     router_url: str = ""
     router_admin: str = ""
     worker: str = WORKER
+    serves: bool = False
     # The ids of the sessions that the running test has opened.
     opened: list[str] = field(default_factory=list)
 
@@ -231,8 +240,30 @@ class Fleet:
         if not self.agent_data:
             self.agent_data, self.agent_control, self.agent_admin = free_addresses(3)
         addresses = [self.agent_data, self.agent_control, self.agent_admin]
+        if self.serves:
+            return self._start_serve(config, engine_url or self.engine_url)
         self.agent = self.launch_agent("agent", addresses, engine_url or self.engine_url)
         self._wait_ready(self.agent, self.agent_admin)
+
+    def _start_serve(self, config: Path, engine_url: str) -> None:
+        names = ("data_addr", "control_addr", "admin_addr")
+        addresses = zip(names, (self.agent_data, self.agent_control, self.agent_admin), strict=True)
+        listen = "".join(f'listen.{name} = "{address}"\n' for name, address in addresses)
+        config.write_text(f'worker_id = "{self.worker}"\n{listen}{config.read_text()}')
+        router_config = self.folder / "router.toml"
+        router_config.touch()
+        if not self.router_url:
+            data, self.router_admin = free_addresses(2)
+            self.router_url = f"http://{data}"
+        self.agent = self.router = Process.start("router", [
+            str(self.bin_dir / "berth-serve"),
+            "--engine", engine_url,
+            "--agent-config", str(config),
+            "--router-config", str(router_config),
+            "--data-addr", urlsplit(self.router_url).netloc,
+            "--admin-addr", self.router_admin,
+        ], self.folder)
+        self._wait_ready(self.router, self.router_admin)
 
     def launch_agent(self, name: str, addresses: list[str], engine_url: str) -> Process:
         """Starts an agent with the newest settings at these addresses, and returns before it is
@@ -252,6 +283,10 @@ class Fleet:
         """Starts the router before this fleet's agent and the agents of other fleets. `settings` is
         the text of the router's settings file."""
         config = self.folder / "router.toml"
+        if self.serves:
+            if others:
+                pytest.skip("several engines, each started by itself")
+            return self._restart_with(config, settings)
         config.write_text(settings)
         data, admin = free_addresses(2)
         controls = [fleet.agent_control for fleet in (self, *others)]
@@ -264,6 +299,14 @@ class Fleet:
         ], self.folder)
         self.router_url, self.router_admin = f"http://{data}", admin
         self._wait_ready(self.router, admin)
+
+    def _restart_with(self, config: Path, settings: str) -> None:
+        """Starts the router with these settings, unless it runs with them."""
+        if self.router.alive() and config.read_text() == settings:
+            return
+        self.router.stop(ROUTER_STOP_SECONDS_MAX)
+        config.write_text(settings)
+        self.start_agent()
 
     def restart_agent(self, engine_url: str | None = None, settings: str = "") -> None:
         """Stops the agent properly if it runs, starts it, and waits until turns get through
