@@ -8,7 +8,7 @@ from integration.fleet import binaries
 
 from deploy.programs import Missing, tool
 
-PROGRAMS = ("berth", "berth-agent", "berth-manuals", "berth-router", "engine-sim")
+PROGRAMS = ("berth", "berth-agent", "berth-manuals", "berth-router", "berth-serve", "engine-sim")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

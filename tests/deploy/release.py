@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -17,12 +18,15 @@ import pytest
 from deploy.images import Images
 from deploy.programs import DEPLOY, ROOT, UNAVAILABLE, Missing, run
 
-PROGRAMS = ("berth", "berth-agent", "berth-router")
+# Of each program, the folder of its package.
+FOLDERS = dict(line.split() for line in (DEPLOY / "release/programs").read_text().splitlines())
+PROGRAMS = tuple(FOLDERS)
 BUILD_SECONDS_MAX = 900
+WHEEL_BYTES_MAX = 40 << 20
 SHIM = ROOT / "worker-agent/shim"
 VERSION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
 
-WHEEL = f"berth_shim-{VERSION}-py3-none-any.whl"
+WHEEL = re.compile(rf"berth_sglang-{re.escape(VERSION)}-py3-none-(manylinux_2_(\d+)_\w+)\.whl")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +109,7 @@ def test_the_shim_on_the_path_has_the_metadata_of_its_project() -> None:
     [version] = re.findall(r'^__version__ = "(.+)"$', (SHIM / "berth_shim/__init__.py").read_text(),
                            re.MULTILINE)
     [folder] = SHIM.glob("*.dist-info")
-    assert folder.name == f"berth_shim-{version}.dist-info" and version == VERSION
+    assert folder.name == f"berth_sglang-{version}.dist-info" and version == VERSION
     assert metadata_of(folder) == {
         "Name": project["name"], "Version": version, "Summary": project["description"],
         "Requires-Python": project["requires-python"], "requires": project["dependencies"],
@@ -115,50 +119,101 @@ def test_the_shim_on_the_path_has_the_metadata_of_its_project() -> None:
 
 
 @pytest.fixture(scope="module")
-def installed_shim(folder: Path) -> Path:
-    """The Python of an environment in which only the shim's wheel is installed."""
-    made = run(DEPLOY / "release/wheel", folder / "wheel")
+def wheel(bin_dir: Path, folder: Path) -> Path:
+    """The wheel of this checkout's binaries."""
+    made = run(DEPLOY / "release/wheel", "--bin-dir", bin_dir, folder / "wheel")
     if made.returncode == UNAVAILABLE:
-        pytest.skip(made.stderr.strip())
+        pytest.skip(made.stderr.strip().splitlines()[-1])
     assert made.returncode == 0, made.stderr
     [wheel] = (folder / "wheel").iterdir()
-    assert wheel.name == WHEEL
-    made = run(sys.executable, "-m", "venv", folder / "shim")
-    assert made.returncode == 0, made.stderr
-    python = folder / "shim/bin/python"
-    constraints = ROOT / "tests/sglang/requirements-tests.txt"
-    made = run(python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet",
-               "--constraint", constraints, wheel)
-    assert made.returncode == 0, made.stderr
-    return python
+    return wheel
 
 
-def test_the_wheel_has_the_files_and_the_metadata_of_the_shim(installed_shim: Path) -> None:
-    [site] = installed_shim.parents[1].glob("lib/python*/site-packages")
+def pip(environment: Path, command: str, *words: str | Path) -> None:
+    made = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python",
+               environment / "bin/python", command, "--quiet", *words)
+    assert made.returncode == 0, made.stderr
+
+
+def new_environment(folder: Path, wheel: Path) -> Path:
+    """Returns the folder of an environment in which only the wheel is installed."""
+    made = run(sys.executable, "-m", "venv", "--without-pip", folder)
+    assert made.returncode == 0, made.stderr
+    pip(folder, "install", "--constraint", ROOT / "tests/sglang/requirements-tests.txt", wheel)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, folder: Path) -> Path:
+    return new_environment(folder / "environment", wheel)
+
+
+def site_of(environment: Path) -> Path:
+    [site] = environment.glob("lib/python*/site-packages")
+    return site
+
+
+def test_the_wheel_is_small_and_promises_no_older_glibc_than_it_needs(wheel: Path) -> None:
+    assert wheel.stat().st_size <= WHEEL_BYTES_MAX
+    name = WHEEL.fullmatch(wheel.name)
+    assert name, wheel.name
+    python = run(DEPLOY / "release/python", "wheel.txt").stdout.strip()
+    text = run(python, "-m", "auditwheel", "show", wheel).stdout
+    needed = re.search(r'tag:\s+"manylinux_2_(\d+)_\w+"', text)
+    assert needed and int(name[2]) == max(28, int(needed[1])), text
+
+
+def test_the_wheel_puts_programs_beside_the_python(environment: Path) -> None:
+    for program in PROGRAMS:
+        made = run(environment / "bin" / program, "--version")
+        assert made.stdout.strip() == f"{program} {VERSION}", made.stderr
+        made = run(environment / "bin" / program, "--help")
+        assert made.returncode == 0 and "Usage: " in made.stdout, made.stderr
+
+
+def test_the_wheel_has_the_files_and_the_metadata_of_the_shim(environment: Path) -> None:
+    site = site_of(environment)
     files = {each.name for each in (site / "berth_shim").glob("*.py")}
     assert files == {each.name for each in (SHIM / "berth_shim").glob("*.py")}
-    [folder], [on_path] = site.glob("berth_shim-*.dist-info"), SHIM.glob("*.dist-info")
+    [folder], [on_path] = site.glob("berth_sglang-*.dist-info"), SHIM.glob("*.dist-info")
     assert metadata_of(folder) == metadata_of(on_path)
+    assert metadata_of(folder)["requires"] == ["msgspec"], "SGLang needs no more than that"
     assert list(folder.glob("**/LICENSE"))
     code = ("from importlib.metadata import entry_points; "
             "print(*(each.load().__name__ for each in entry_points(group='sglang.srt.plugins')))")
-    assert run(installed_shim, "-c", code).stdout.split() == ["register"]
+    assert run(environment / "bin/python", "-c", code).stdout.split() == ["register"]
 
 
-def test_the_installed_shim_checks_itself(installed_shim: Path) -> None:
+def test_the_installed_shim_finds_its_library(environment: Path) -> None:
+    code = "from berth_shim.library import Library; print(Library()._functions._name)"
+    library = site_of(environment) / "berth_shim/libberth_kv.so"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_KV_")}
+    made = run(environment / "bin/python", "-B", "-c", code, env=env)
+    assert made.stdout.strip() == str(library), made.stderr
+
+
+def test_an_uninstalled_wheel_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
+    environment = new_environment(tmp_path / "environment", wheel)
+    assert list(environment.rglob("*berth*"))
+    pip(environment, "uninstall", "--yes", "berth-sglang")
+    assert not list(environment.rglob("*berth*"))
+
+
+def test_the_installed_shim_checks_itself(environment: Path) -> None:
+    python, site = environment / "bin/python", site_of(environment)
+
     def check(*flags: str) -> tuple[int, str]:
-        made = run(installed_shim, "-B", "-m", "berth_shim", *flags)
+        made = run(python, "-B", "-m", "berth_shim", *flags)
         assert not made.stderr, made.stderr
         return made.returncode, made.stdout
 
     status, text = check()
     assert status == 3 and "no SGLang here" in text and "TokenizerManager" in text
     # An SGLang with all that the shim needs, and nothing else.
-    [site] = installed_shim.parents[1].glob("lib/python*/site-packages")
     code = ("import sys; from pathlib import Path; from trimming.seamed import Tree; "
             "Tree(Path(sys.argv[1])).write()")
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests/sglang")}
-    made = run(installed_shim, "-B", "-c", code, site, env=env)
+    made = run(python, "-B", "-c", code, site, env=env)
     assert made.returncode == 0, made.stderr
     status, text = check("--json")
     report = json.loads(text)
@@ -196,7 +251,9 @@ def test_the_archive_has_all_that_a_host_needs(released: Released, tmp_path: Pat
     made = run("sh", "-c", 'cd "$1" && sha256sum --check --strict SHA256SUMS', "sh",
                released.folder)
     assert made.returncode == 0 and made.stdout.count(": OK") == 3, made.stdout + made.stderr
-    assert released.wheel.name == WHEEL
+    assert WHEEL.fullmatch(released.wheel.name), released.wheel.name
+    with zipfile.ZipFile(released.wheel) as wheel:
+        assert "berth_shim/kv_account.fatbin" in wheel.namelist(), "audits on a GPU need it"
     with tarfile.open(released.archive) as archive:
         archive.extractall(tmp_path, filter="data")
         assert {(each.uid, each.gid) for each in archive.getmembers()} == {(0, 0)}
@@ -205,8 +262,8 @@ def test_the_archive_has_all_that_a_host_needs(released: Released, tmp_path: Pat
     for program in PROGRAMS:
         made = run(root / "bin" / program, "--version")
         assert made.stdout.strip() == f"{program} {VERSION}", made.stderr
-    for path in (*(f"man/{program}.1" for program in PROGRAMS), "lib/libberth_kv.so", "LICENSE",
-                 "completions/_berth", "deploy/systemd/berth-agent.service",
+    for path in (*(f"man/{program}.1" for program in PROGRAMS), "lib/libberth_kv.so",
+                 "lib/kv_account.fatbin", "LICENSE", "completions/_berth", "deploy/systemd/berth-agent.service",
                  "deploy/config/router.toml", "deploy/docs/systemd.md", "deploy/helm/berth",
                  "deploy/docs/runbook.md", "deploy/prometheus/fleet.yaml",
                  "deploy/grafana/fleet.json"):
@@ -245,7 +302,7 @@ def test_the_package_puts_files_where_debian_wants_them(released: Released) -> N
         assert f"usr/share/bash-completion/completions/{program}.bash" in files
     for path in ("lib/systemd/system/berth-agent.service", "lib/systemd/system/berth-router.service",
                  "lib/sysusers.d/berth.conf", "lib/tmpfiles.d/berth.conf", "lib/berth/libberth_kv.so",
-                 "share/berth/prometheus/fleet.yaml", "share/berth/grafana/fleet.json",
+                 "lib/berth/kv_account.fatbin", "share/berth/prometheus/fleet.yaml", "share/berth/grafana/fleet.json",
                  "share/doc/berth/copyright", "share/doc/berth/changelog.Debian.gz"):
         assert files.get(f"usr/{path}") == "rw-r--r--", path
     # Settings and secrets are an operator's: an upgrade never asks about them.
@@ -276,7 +333,7 @@ def test_the_package_installs_runs_and_goes(released: Released, folder: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["deploy/cli", "router", "worker-agent"])
+@pytest.mark.parametrize("package", FOLDERS.values())
 def test_cargo_installs_from_a_checkout(package: str, tmp_path: Path) -> None:
     # Builds in the checkout's target folder: only what the package's own features ask for is new.
     target = os.environ.get("CARGO_TARGET_DIR", str(ROOT / "target"))
