@@ -305,6 +305,9 @@ def test_the_package_puts_files_where_debian_wants_them(released: Released) -> N
                  "lib/berth/kv_account.fatbin", "share/berth/prometheus/fleet.yaml", "share/berth/grafana/fleet.json",
                  "share/doc/berth/copyright", "share/doc/berth/changelog.Debian.gz"):
         assert files.get(f"usr/{path}") == "rw-r--r--", path
+    depends = run("dpkg-deb", "--field", released.deb, "Depends").stdout
+    [glibc] = re.findall(r"libc6 \(>= 2\.(\d+)\)", depends)
+    assert int(glibc) <= int(WHEEL.fullmatch(released.wheel.name)[2]), "runs where the wheel does"
     # Settings and secrets are an operator's: an upgrade never asks about them.
     assert not [path for path in files if path.startswith(("etc/", "var/"))]
 
