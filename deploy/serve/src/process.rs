@@ -25,6 +25,8 @@ const BECOME: &str = "become-engine";
 /// As of a shell that doesn't find a program.
 const NOT_STARTED: u8 = 127;
 const READ_BYTES_MAX: usize = 16 << 10;
+/// So much of a line without an end waits for it.
+const OPEN_BYTES_MAX: usize = 16 << 10;
 
 #[derive(Debug)]
 pub struct EngineProcess {
@@ -74,7 +76,7 @@ impl EngineProcess {
         let number = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         let pid = number.expect("a process that nobody has waited for has an id");
         let log = pipe::Receiver::from_owned_fd(OwnedFd::from(reader))?;
-        let out = LogOut { prefix, is_in_line: false };
+        let out = LogOut { prefix, open: vec![] };
         Ok(Self { child, pid, log, is_log_open: true, out, last_lines: LastLines::default() })
     }
 
@@ -92,6 +94,7 @@ impl EngineProcess {
             }
         };
         while self.pass_on() {}
+        self.out.finish();
         // The group is gone if nothing is left.
         let _ = kill_process_group(self.pid, Signal::KILL);
         Ok(status)
@@ -127,28 +130,70 @@ impl EngineProcess {
     }
 }
 
-/// Writes an engine's log to standard error. If that has gone, nobody reads it.
+/// Writes an engine's log to standard error, line by line. If that has gone, nobody reads it.
 #[derive(Debug)]
 struct LogOut {
     prefix: String,
-    is_in_line: bool,
+    /// The begin of the line that hasn't ended.
+    open: Vec<u8>,
 }
 
 impl LogOut {
     fn write(&mut self, bytes: &[u8]) {
-        let mut out = io::stderr().lock();
-        if self.prefix.is_empty() {
-            let _ = out.write_all(bytes);
-            return;
-        }
-        let mut prefixed = Vec::with_capacity(bytes.len() + 64);
-        for piece in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
-            if !self.is_in_line {
-                prefixed.extend_from_slice(self.prefix.as_bytes());
+        self.open.extend_from_slice(bytes);
+        // A progress bar ends its lines by carriage returns.
+        let is_end = |byte: &u8| matches!(byte, b'\n' | b'\r');
+        let Some(last) = self.open.iter().rposition(is_end) else {
+            if self.open.len() > OPEN_BYTES_MAX {
+                self.finish();
             }
-            prefixed.extend_from_slice(piece);
-            self.is_in_line = !piece.ends_with(b"\n") && !piece.ends_with(b"\r");
+            return;
+        };
+        let rest = self.open.split_off(last + 1);
+        self.finish();
+        self.open = rest;
+    }
+
+    /// Writes what is there, also of a line that hasn't ended.
+    fn finish(&mut self) {
+        let mut out = Vec::with_capacity(self.open.len() + 64);
+        for line in self.open.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+            if !is_own_question(line) {
+                out.extend_from_slice(self.prefix.as_bytes());
+                out.extend_from_slice(line);
+            }
         }
-        let _ = out.write_all(&prefixed);
+        self.open.clear();
+        let _ = io::stderr().lock().write_all(&out);
+    }
+}
+
+/// The agent asks for the engine's load five times a second, and SGLang logs each answer.
+fn is_own_question(line: &[u8]) -> bool {
+    String::from_utf8_lossy(line).contains("\"GET /v1/loads?include=core HTTP/1.1\" 200")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_agent_s_own_questions_are_left_out() {
+        let log = |path: &str, status| {
+            let line = format!("INFO: 127.0.0.1:5 - \"GET {path} HTTP/1.1\" {status}\n");
+            is_own_question(line.as_bytes())
+        };
+        assert!(log("/v1/loads?include=core", "200 OK"));
+        assert!(!log("/v1/loads?include=core", "503 Service Unavailable"));
+        assert!(!log("/v1/loads", "200 OK") && !is_own_question(b"\xff"));
+    }
+
+    #[test]
+    fn a_line_in_parts_is_one_line_and_nothing_waits_for_ever() {
+        let mut out = LogOut { prefix: String::new(), open: vec![] };
+        out.write(b"a\nb");
+        assert_eq!(out.open, b"b");
+        out.write(&vec![b'c'; OPEN_BYTES_MAX]);
+        assert!(out.open.is_empty());
     }
 }

@@ -72,6 +72,31 @@ def start_engine(
     return launch_engine(folder, port, flags, env, model, is_forked), url
 
 
+def cpu_flags(model_path: Path) -> list[str]:
+    """The flags with which the engine runs a tiny model on a CPU."""
+    return [
+        "--model-path", str(model_path),
+        "--load-format", "safetensors",
+        "--served-model-name", MODEL,
+        "--device", "cpu",
+        "--attention-backend", "torch_native",
+        "--dtype", "float32",
+        # Without this flag an idle engine uses a whole core.
+        "--sleep-on-idle",
+    ]
+
+
+def cpu_env() -> dict[str, str]:
+    libraries = [str(engine_home() / "stub"), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
 def launch_engine(
     folder: Path,
     port: int,
@@ -85,32 +110,17 @@ def launch_engine(
     it is ready after 4 s instead of 27."""
     home = engine_home()
     arguments = [
-        "--model-path", str((home / model).resolve()),
-        "--load-format", "safetensors",
-        "--served-model-name", MODEL,
-        "--device", "cpu",
-        "--attention-backend", "torch_native",
-        "--dtype", "float32",
+        *cpu_flags((home / model).resolve()),
         "--host", "127.0.0.1",
         "--port", str(port),
         # By itself the engine may choose another one's port, or the next of its own.
         "--nccl-port", str(free_ports(1)[0]),
         "--enable-metrics",
         "--enable-cache-report",
-        # Without this flag an idle engine uses a whole core.
-        "--sleep-on-idle",
         *flags,
     ]
-    libraries = [str(home / "stub"), os.environ.get("LD_LIBRARY_PATH", "")]
-    fixed = {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
-        "PATH": f"{home / 'venv/bin'}:{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
-    python, env = str(home / "venv/bin/python"), {**fixed, **(env or {})}
+    path = f"{home / 'venv/bin'}:{os.environ['PATH']}"
+    python, env = str(home / "venv/bin/python"), {**cpu_env(), "PATH": path, **(env or {})}
     if not is_forked:
         command = [python, "-W", "ignore", "-m", "sglang.launch_server", *arguments]
         return Process.start("engine", command, folder, env)
