@@ -28,7 +28,7 @@ struct SlowClient {
 
 impl SlowClient {
     /// Sends the head of a turn. Returns when the agent asks for the body, which it does once the
-    /// turn is claimed, or else with the refusal.
+    /// turn's session is claimed, or else with the refusal.
     async fn claim_turn(cluster: &Cluster, claim: Option<&Value>) -> Result<Self, String> {
         let body = text_turn(" you", 1).to_string();
         let session = claim.map(|claim| format!("{ENVELOPE}: {}\r\n", envelope_of(claim)));
@@ -82,7 +82,7 @@ fn assert_refused(answer: &str, status: &str, code: &str) {
 }
 
 #[tokio::test]
-async fn an_agent_claims_so_many_turns_and_refuses_the_next() {
+async fn an_agent_claims_so_many_turns_and_refuses_the_next_before_its_body() {
     service::descriptors::raise_limit();
     let cluster = start(|settings| {
         settings.agent.limits.turns_in_flight_max = 1;
@@ -91,15 +91,37 @@ async fn an_agent_claims_so_many_turns_and_refuses_the_next() {
     .await;
     let mut clients = vec![];
     let refused = loop {
-        match SlowClient::claim_turn(&cluster, None).await {
+        let claim = json!({"principal": "p", "id": format!("s{}", clients.len())});
+        match SlowClient::claim_turn(&cluster, Some(&claim)).await {
             Ok(client) => clients.push(client),
             Err(refused) => break refused,
         }
     };
     assert_refused(&refused, "HTTP/1.1 429", "turns");
+    let refused = SlowClient::claim_turn(&cluster, None).await.err().unwrap();
+    assert_refused(&refused, "HTTP/1.1 429", "turns");
     let answer = clients.pop().unwrap().send_body().await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     eventually("a place", || async { SlowClient::claim_turn(&cluster, None).await.ok() }).await;
+}
+
+#[tokio::test]
+async fn slow_uploads_without_a_session_hold_no_place() {
+    let cluster = start(|settings| {
+        settings.agent.limits.turns_in_flight_max = 1;
+        settings.agent.limits.turns_queued_max = 1;
+    })
+    .await;
+    let mut clients = vec![];
+    for _ in 0..16 {
+        clients.push(SlowClient::claim_turn(&cluster, None).await.unwrap());
+    }
+    let headers = [(ENVELOPE, &*envelope_of(&json!({"principal": "p", "id": "s"})))];
+    cluster.turn("/generate", &headers, &text_turn("hello there", 1)).await;
+    for client in clients {
+        let answer = client.send_body().await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
 }
 
 /// More streams than the agent takes of any kind, and fewer than a connection carries.

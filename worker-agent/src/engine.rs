@@ -15,6 +15,6 @@ pub mod stall_detector;
 
 pub use self::{
     client::{ControlCall, EngineClient, Error, TurnAnswer, TurnAnswerBody, is_connection_refused},
-    info::{EngineInfo, PriorityOrder},
+    info::{BodyFacts, EngineInfo, PriorityOrder},
     load::{LoadSample, RankSample},
 };

@@ -24,12 +24,14 @@ mod session_calls;
 mod setup;
 mod shims;
 mod trim;
+mod turn_calls;
+mod turn_gate;
 mod volatile_prefix;
 mod waiters;
 
 use std::{pin::pin, sync::Arc, time::Instant};
 
-use service::{clock::now, refusal::Code, tasks::Tasks};
+use service::{clock::now, tasks::Tasks};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -40,21 +42,22 @@ use self::{
     engine_calls::{EngineCalls, Inspection},
     engine_control::EngineControl,
     engine_state::EngineState,
-    handle::{OwnerMessage, TurnEnd, new_turn_rid},
+    handle::{OwnerMessage, TurnEnd},
     prefetch_calls::PrefetchCalls,
     reporter::Reporter,
     session_calls::PendingDemotions,
     shims::{Shims, record_inspection},
     trim::TrimmerLink,
+    turn_gate::TurnGate,
     volatile_prefix::PrefixWarnings,
-    waiters::{Waiter, Waiters},
+    waiters::Waiters,
 };
 pub use self::{
     drain::{DrainState, Ending},
     engine_control::BegunCall,
     handle::{
-        AdmittedTurn, AgentHandle, EngineNews, Error, OpenedSession, RankPageAudit, RunModeResult,
-        SessionChange, SessionWatch, TurnLease, TurnRun,
+        Admission, AdmissionRequest, AdmittedTurn, AgentHandle, EngineNews, Error, OpenedSession,
+        RankPageAudit, RunModeResult, SessionChange, SessionWatch, TurnLease, TurnRun,
     },
     published::{PageEnd, PublishedSession, SessionSnapshot},
     reporter::ReporterSetup,
@@ -64,10 +67,7 @@ use crate::{
     gpu::tracker::Snapshot,
     ledger::AgentHealth,
     metrics::Metrics,
-    session::{
-        self, ClaimRequest, Effect, EngineLoad, KvChange, SessionEvent, ShimReport, Table,
-        WeightsReport,
-    },
+    session::{Effect, EngineLoad, KvChange, SessionEvent, ShimReport, Table, WeightsReport},
     shim::{Hello, ShimEvent, trim::TrimmerEvent},
 };
 
@@ -114,6 +114,7 @@ struct Owner {
     reporter: Reporter,
     audit_desk: AuditDesk,
     drain: Drain,
+    turn_gate: TurnGate,
     prefix_warnings: PrefixWarnings,
     metrics: Metrics,
 }
@@ -171,6 +172,7 @@ impl Owner {
         self.table.run_deadlines(now);
         self.audit_desk.run_deadlines(now);
         self.publish_weights();
+        self.turn_gate.publish(self.check_usable(), &self.engine);
         self.carry_out_effects();
         let turns_running = self.table.queue().turns_inside();
         let pending = match self.drain.ending() {
@@ -234,18 +236,16 @@ impl Owner {
     fn handle_message(&mut self, message: OwnerMessage) {
         self.reporter.mark_stale();
         match message {
-            OwnerMessage::Claim { request, reply } => drop(reply.send(self.claim(request))),
-            // The turn was claimed before the drain, and its session may be closed by now.
-            OwnerMessage::Admit { rid, reply, .. } if self.drain.has_begun() => {
-                self.table.end_turn(now(), &rid, session::Outcome::Refused);
-                drop(reply.send(Err(Error::Stopping)));
+            OwnerMessage::Claim { request, reply } => {
+                drop(reply.send(turn_calls::claim(self, request)));
             }
-            OwnerMessage::Admit { rid, need, prompt_start, reply } => {
-                self.table.set_prompt_start(&rid, prompt_start);
-                if self.table.enqueue(now(), &rid, need) {
-                    // The effect that answers it is carried out after this message.
-                    self.waiters.add(rid, Waiter::Turn(reply));
-                }
+            // A client that is gone needs no place.
+            OwnerMessage::ClaimAndAdmit { reply, .. } if reply.is_closed() => {}
+            OwnerMessage::ClaimAndAdmit { claim, request, reply } => {
+                drop(reply.send(turn_calls::claim_and_admit(self, claim, request)));
+            }
+            OwnerMessage::Admit { rid, request, reply } => {
+                turn_calls::admit(self, rid, request, reply);
             }
             OwnerMessage::Abandon(rid) => self.table.abandon_turn(now(), &rid),
             OwnerMessage::Open { request, reply } => self.open(request, reply),
@@ -280,47 +280,6 @@ impl Owner {
                 let _ = reply.send(self.set_drained(wanted));
             }
         }
-    }
-
-    fn claim(&mut self, mut request: ClaimRequest) -> Result<TurnLease, Error> {
-        self.check_usable()?;
-        // A session that a client opened takes its turns one after another, or refuses them.
-        let session =
-            request.claim.as_ref().and_then(|claim| self.table.sessions().get(&claim.key));
-        let is_exclusive = session.is_some_and(session::Session::is_exclusive);
-        let is_beside = session.is_some_and(session::Session::has_turns);
-        let may_leave_out = request.is_hint && request.claim.is_some() && !is_exclusive;
-        // Reserve the place for the turn's end now, so that ending the turn never waits.
-        let Ok(turn_end_permit) = self.handle.turn_ends.clone().try_reserve_owned() else {
-            let detail = "too many wait or run already".to_owned();
-            let error = session::Error::OutOfRoom { resource: Code::Turns, detail, wait: None };
-            return Err(error.into());
-        };
-        let (rid, now) = (new_turn_rid(self.reporter.agent_id(), &request.principal), now());
-        let mut session_left_out = None;
-        if let Err(error) = self.table.claim(now, &rid, &request) {
-            if !may_leave_out {
-                return Err(error.into());
-            }
-            request.claim = None;
-            self.table.claim(now, &rid, &request)?;
-            session_left_out = Some(error);
-        }
-        if let Some(claim) = &request.claim {
-            self.prefetches.begin_turn(now, &claim.key, request.returns_soon, is_beside);
-        }
-        let vocabulary_size = self.engine.info().and_then(|info| info.facts.vocabulary);
-        Ok(TurnLease {
-            rid,
-            session_left_out,
-            priority_order: self.engine.info().and_then(|info| info.priority_order),
-            vocabulary_size,
-            served_model: self.engine.served_model(),
-            engine_process: self.engine.process(),
-            agent: self.handle.clone(),
-            is_sent: false,
-            turn_end_permit: Some(turn_end_permit),
-        })
     }
 
     fn check_usable(&self) -> Result<(), Error> {

@@ -50,7 +50,9 @@ use super::{
 use crate::{
     engine::{self, EngineClient},
     metrics::Metrics,
-    owner::{AdmittedTurn, AgentHandle, EngineNews, TurnLease, TurnRun},
+    owner::{
+        Admission, AdmissionRequest, AdmittedTurn, AgentHandle, EngineNews, TurnLease, TurnRun,
+    },
     session::{self, ClaimRequest, PlannedTurn, RunMode},
 };
 
@@ -170,33 +172,31 @@ async fn serve_turn(
         requested_rank,
         route_turns: route_turns(route.kind),
     };
-    let ClaimedTurn { lease, in_session } = claim_turn(context, request).await?;
+    let facts = context.agent.body_facts().map_err(|error| refusal(&error))?;
+    let place = Place::claim_session(context, request).await?;
     let held_body = context.body_budget.read(body).await?;
     // The body is checked before the turn waits for room or takes room from other sessions.
-    let vocabulary_size = lease.vocabulary_size;
-    let served_model = lease.served_model.clone();
     let body_context = BodyContext {
         kind: route.kind,
-        in_session,
-        vocabulary_size,
+        in_session: place.is_in_session(),
+        vocabulary_size: facts.vocabulary_size,
         resident_tokens,
-        served_model,
+        served_model: facts.served_model.clone(),
     };
-    let reading = parse_body(&context.reading, &principal, body_context, &held_body.bytes);
-    let read = tokio::time::timeout(context.turn_time_max, reading).await;
-    let mut parsed = read.map_err(|_| Refusal::turn_timeout())??;
-    parsed.apply_hints(hints, lease.priority_order);
+    let mut parsed = parse_body(context, &principal, body_context, &held_body.bytes).await?;
+    parsed.apply_hints(hints, facts.priority_order);
     parsed.apply_bootstrap(bootstrap);
     let prompt_start = std::mem::take(&mut parsed.prompt_start);
+    let waits_since = now();
+    let request = AdmissionRequest { need: parsed.need, prompt_start, facts };
+    let (lease, admission) = place.request_admission(context, request).await?;
     let rid = engine_rid(route.kind, &lease.rid);
     let headers = &request_head.headers;
     let running = aborts::add_turn(&context.turns, turn_id, &principal, &parsed, headers, rid);
-    let waits_since = now();
-    let waiting = lease.wait_for_admission(parsed.need, prompt_start);
     let admission = tokio::select! {
         biased;
         () = running.aborted() => return aborts::answer_unsent(route.kind, &parsed),
-        admission = trace.within("queue", waiting) => admission,
+        admission = trace.within("queue", admission.wait()) => admission,
     };
     let admitted = admission.map_err(|error| refusal(&error))?;
     context.metrics.record_queue_wait(now().saturating_duration_since(waits_since));
@@ -315,37 +315,64 @@ fn runs_in_session(turn: &PlannedTurn, run: Option<TurnRun>) -> bool {
     }
 }
 
-struct ClaimedTurn {
-    /// Dropping the lease ends the turn and frees the session.
-    lease: TurnLease,
-    in_session: bool,
+/// What a turn has while its body is read.
+enum Place {
+    /// A turn of a session, or one that was to be: so no other turn of the session can start during
+    /// a slow upload. Dropping the lease ends the turn and frees the session.
+    Claimed { lease: TurnLease, in_session: bool },
+    /// A turn without a session takes its place when its body is there.
+    Unclaimed(ClaimRequest),
 }
 
-/// The body is read later, so no other turn of the session can start during a slow upload.
-async fn claim_turn(context: &TurnContext, request: ClaimRequest) -> Result<ClaimedTurn, Refusal> {
-    let has_claim = request.claim.is_some();
-    let claim_result = context.agent.claim(request).await;
-    let mut lease = claim_result.map_err(|error| refusal(&error))?;
-    let session_left_out = lease.session_left_out.take();
-    let in_session = has_claim && session_left_out.is_none();
-    if let Some(error) = session_left_out {
-        context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
+impl Place {
+    async fn claim_session(context: &TurnContext, request: ClaimRequest) -> Result<Self, Refusal> {
+        if request.claim.is_none() {
+            return Ok(Self::Unclaimed(request));
+        }
+        let claim_result = context.agent.claim(request).await;
+        let mut lease = claim_result.map_err(|error| refusal(&error))?;
+        let session_left_out = lease.session_left_out.take();
+        let in_session = session_left_out.is_none();
+        if let Some(error) = session_left_out {
+            context.metrics.count_session_left_out(refusal(&error.into()).code.as_str());
+        }
+        Ok(Self::Claimed { lease, in_session })
     }
-    Ok(ClaimedTurn { lease, in_session })
+
+    fn is_in_session(&self) -> bool {
+        matches!(self, Self::Claimed { in_session: true, .. })
+    }
+
+    async fn request_admission(
+        self,
+        context: &TurnContext,
+        request: AdmissionRequest,
+    ) -> Result<(TurnLease, Admission), Refusal> {
+        let requested = match self {
+            Self::Claimed { lease, .. } => {
+                let admission = lease.request_admission(request).await;
+                admission.map(|admission| (lease, admission))
+            }
+            Self::Unclaimed(claim) => context.agent.claim_and_admit(claim, request).await,
+        };
+        requested.map_err(|error| refusal(&error))
+    }
 }
 
 /// A long body is parsed on a blocking thread, in a place of its sender.
 async fn parse_body(
-    places: &Places,
+    context: &TurnContext,
     principal: &Arc<str>,
-    context: BodyContext,
+    body_context: BodyContext,
     bytes: &Bytes,
 ) -> Result<ParsedRequest, Refusal> {
     if bytes.len() <= INLINE_BYTES_MAX {
-        return request::parse(&context, bytes);
+        return request::parse(&body_context, bytes);
     }
     let bytes = bytes.clone();
-    places.run(principal, move || request::parse(&context, &bytes)).await
+    let parsing = context.reading.run(principal, move || request::parse(&body_context, &bytes));
+    let parsed = tokio::time::timeout(context.turn_time_max, parsing).await;
+    parsed.map_err(|_| Refusal::turn_timeout())?
 }
 
 /// The agent must find and replace keys in the body.

@@ -1,5 +1,7 @@
 //! Reads the engine's description from its `/server_info`. Pure.
 
+use std::sync::Arc;
+
 use contract::{
     count::COUNT_MAX,
     load::{EngineFacts, KvTransfer, ModelFiles},
@@ -39,6 +41,26 @@ pub struct EngineInfo {
 pub enum PriorityOrder {
     GreatestFirst,
     LeastFirst,
+}
+
+/// What the body of a turn is checked and rewritten by.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct BodyFacts {
+    /// `None` if unknown, as in the next field.
+    pub vocabulary_size: Option<u32>,
+    pub served_model: Option<Arc<str>>,
+    /// `None` if the engine ignores priorities.
+    pub priority_order: Option<PriorityOrder>,
+}
+
+impl EngineInfo {
+    pub fn body_facts(&self) -> BodyFacts {
+        BodyFacts {
+            vocabulary_size: self.facts.vocabulary,
+            served_model: self.facts.models.first().map(|name| Arc::from(name.as_str())),
+            priority_order: self.priority_order,
+        }
+    }
 }
 
 /// Real engines have far fewer.

@@ -11,15 +11,15 @@ use tracing::{error, info, warn};
 
 use super::Error;
 use crate::engine::{
-    EngineInfo, LoadSample, answer_signs::AnswerSigns, silence::SilenceDetector,
+    BodyFacts, EngineInfo, LoadSample, answer_signs::AnswerSigns, silence::SilenceDetector,
     stall_detector::StallDetector,
 };
 
 pub(super) struct EngineState {
     /// `None` if no engine process is known. Stays set while a known process can't take turns.
     info: Option<Box<EngineInfo>>,
-    /// Turns need it while their bodies are read.
-    served_model: Option<Arc<str>>,
+    /// Those of the process that was known last.
+    body_facts: Arc<BodyFacts>,
     down_reason: Option<String>,
     down_since: Instant,
     /// Why a prefill engine can hand over no KV.
@@ -39,7 +39,7 @@ impl EngineState {
     pub(super) fn new(stall_max: Duration, silent_max: Duration) -> Self {
         Self {
             info: None,
-            served_model: None,
+            body_facts: Arc::default(),
             down_reason: Some("the engine has not answered yet".to_owned()),
             down_since: now(),
             bootstrap_reason: None,
@@ -91,7 +91,10 @@ impl EngineState {
             self.bootstrap_reason =
                 has_bootstrap.then(|| "its bootstrap server was not tried yet".to_owned());
         }
-        self.served_model = info.facts.models.first().map(|name| Arc::from(name.as_str()));
+        let body_facts = info.body_facts();
+        if *self.body_facts != body_facts {
+            self.body_facts = Arc::new(body_facts);
+        }
         self.info = Some(info);
         self.down_reason = None;
     }
@@ -108,8 +111,8 @@ impl EngineState {
         self.info().is_none_or(|info| info.facts.role() == EngineRole::Aggregated)
     }
 
-    pub(super) fn served_model(&self) -> Option<Arc<str>> {
-        self.served_model.clone()
+    pub(super) fn body_facts(&self) -> &Arc<BodyFacts> {
+        &self.body_facts
     }
 
     /// Returns whether the engine has other adapters than before.

@@ -13,16 +13,17 @@ use contract::{
     load::{Description, LoadReport, PageAudit, Session, Weights},
     turn_rid::TurnRid,
 };
-use service::random;
+use service::{random, refusal::Code};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use super::drain::{DrainState, Ending};
 use super::engine_control::{BegunCall, ControlEnd};
 use super::published::{PublishedSession, SessionSnapshot};
+use super::turn_gate::OpenGate;
 use crate::{
     audit::{self, SessionPages},
     engine::{
-        EngineInfo, LoadSample, PriorityOrder,
+        BodyFacts, EngineInfo, LoadSample,
         answer_signs::AnswerSigns,
         control::{ControlOutcome, ControlRequest, WeightsLabel},
     },
@@ -97,11 +98,16 @@ pub(super) enum OwnerMessage {
         request: ClaimRequest,
         reply: oneshot::Sender<Result<TurnLease, Error>>,
     },
+    /// For a turn without a session.
+    ClaimAndAdmit {
+        claim: ClaimRequest,
+        request: AdmissionRequest,
+        reply: oneshot::Sender<Result<(TurnLease, Admission), Error>>,
+    },
     /// Waits until the engine has room.
     Admit {
         rid: String,
-        need: Need,
-        prompt_start: PromptStart,
+        request: AdmissionRequest,
         reply: oneshot::Sender<Result<AdmittedTurn, Error>>,
     },
     /// The client of the turn with this request id is gone.
@@ -172,6 +178,26 @@ pub struct RankPageAudit {
     pub sessions: Vec<(Option<SessionKey>, SessionPages)>,
 }
 
+/// What a turn's body says.
+#[derive(Debug)]
+pub struct AdmissionRequest {
+    pub need: Need,
+    pub prompt_start: PromptStart,
+    /// Those by which the body was read.
+    pub facts: Arc<BodyFacts>,
+}
+
+/// The answer to an [`AdmissionRequest`].
+#[derive(Debug)]
+pub struct Admission(pub(super) oneshot::Receiver<Result<AdmittedTurn, Error>>);
+
+impl Admission {
+    /// A session's first turn also waits until the session is open at the engine.
+    pub async fn wait(self) -> Result<AdmittedTurn, Error> {
+        self.0.await.map_err(|_| Error::Stopping)?
+    }
+}
+
 #[derive(Debug)]
 pub struct AdmittedTurn {
     pub turn: PlannedTurn,
@@ -195,42 +221,34 @@ pub(super) struct TurnEnd {
     pub(super) outcome: Outcome,
 }
 
-/// Holds its session from before the turn's body is read, and room from admission on. Both end
-/// exactly once: in [`TurnLease::finish`], or by drop.
+/// Holds the turn's session, if any, from before its body is read, and room from admission on. Both
+/// end exactly once: in [`TurnLease::finish`], or by drop.
 #[derive(Debug)]
 pub struct TurnLease {
     pub rid: String,
     /// Why the turn goes without the session at which its client hinted. `None`: it has that
     /// session, or named none.
     pub session_left_out: Option<session::Error>,
-    /// `None` if the engine ignores priorities.
-    pub priority_order: Option<PriorityOrder>,
-    /// `None` if unknown, as in the next field.
-    pub vocabulary_size: Option<u32>,
-    pub served_model: Option<Arc<str>>,
     /// The number of the engine process that the turn is for; the first that was known is 1.
     pub engine_process: u64,
-    pub(super) agent: AgentHandle,
+    pub(super) mailbox: mpsc::Sender<OwnerMessage>,
     pub(super) is_sent: bool,
     /// A place in the owner's queue, so that ending the turn never waits. `None` once it has ended.
     pub(super) turn_end_permit: Option<mpsc::OwnedPermit<TurnEnd>>,
 }
 
 impl TurnLease {
-    /// A session's first turn also waits until the session is open at the engine.
-    pub async fn wait_for_admission(
-        &self,
-        need: Need,
-        prompt_start: PromptStart,
-    ) -> Result<AdmittedTurn, Error> {
-        let rid = self.rid.clone();
-        self.agent.request(|reply| OwnerMessage::Admit { rid, need, prompt_start, reply }).await?
+    pub async fn request_admission(&self, request: AdmissionRequest) -> Result<Admission, Error> {
+        let (reply, admission) = oneshot::channel();
+        let message = OwnerMessage::Admit { rid: self.rid.clone(), request, reply };
+        self.mailbox.send(message).await.map_err(|_| Error::Stopping)?;
+        Ok(Admission(admission))
     }
 
     /// The caller aborts the turn and waits for its end.
     pub async fn report_abandoned(&self) {
         // Fails only if the owner task has ended. Then nobody needs this message.
-        let _ = self.agent.mailbox.send(OwnerMessage::Abandon(self.rid.clone())).await;
+        let _ = self.mailbox.send(OwnerMessage::Abandon(self.rid.clone())).await;
     }
 
     /// Dropping the lease then reports [`Outcome::Lost`], because the engine may have run the turn.
@@ -261,6 +279,7 @@ pub struct AgentHandle {
     pub(super) mailbox: mpsc::Sender<OwnerMessage>,
     /// Each claimed turn reserves a place in the queue.
     pub(super) turn_ends: mpsc::Sender<TurnEnd>,
+    pub(super) turn_gate: watch::Receiver<OpenGate>,
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// `None` until the agent has reached the engine.
     pub description: watch::Receiver<Option<Arc<Description>>>,
@@ -270,8 +289,23 @@ pub struct AgentHandle {
 }
 
 impl AgentHandle {
+    /// Refuses a turn before its body is read, if nothing of that body could change the answer.
+    pub fn body_facts(&self) -> Result<Arc<BodyFacts>, Error> {
+        let facts = self.turn_gate.borrow().clone()?;
+        if self.turn_ends.capacity() == 0 { Err(too_many_turns()) } else { Ok(facts) }
+    }
+
     pub async fn claim(&self, request: ClaimRequest) -> Result<TurnLease, Error> {
         self.request(|reply| OwnerMessage::Claim { request, reply }).await?
+    }
+
+    /// For a turn without a session, whose body was read.
+    pub async fn claim_and_admit(
+        &self,
+        claim: ClaimRequest,
+        request: AdmissionRequest,
+    ) -> Result<(TurnLease, Admission), Error> {
+        self.request(|reply| OwnerMessage::ClaimAndAdmit { claim, request, reply }).await?
     }
 
     /// Returns the existing session if it is already open.
@@ -348,6 +382,11 @@ impl AgentHandle {
         self.mailbox.send(message(reply)).await.map_err(|_| Error::Stopping)?;
         answer.await.map_err(|_| Error::Stopping)
     }
+}
+
+pub(super) fn too_many_turns() -> Error {
+    let detail = "too many wait or run already".to_owned();
+    session::Error::OutOfRoom { resource: Code::Turns, detail, wait: None }.into()
 }
 
 /// Nobody can guess it.

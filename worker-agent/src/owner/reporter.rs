@@ -23,6 +23,7 @@ use super::{
     AgentHandle, SessionChange, SessionWatch,
     handle::{OwnerMessage, TurnEnd},
     published::{PublishedSession, SessionSnapshot},
+    turn_gate::OpenGate,
 };
 use crate::{
     audit::Audits,
@@ -121,11 +122,12 @@ impl Reporter {
         &self,
         mailbox: mpsc::Sender<OwnerMessage>,
         turn_ends: mpsc::Sender<TurnEnd>,
+        turn_gate: watch::Receiver<OpenGate>,
         weights: watch::Receiver<Weights>,
         answer_signs: AnswerSigns,
     ) -> AgentHandle {
         let (report, description) = (self.reports.subscribe(), self.descriptions.subscribe());
-        AgentHandle { mailbox, turn_ends, report, description, weights, answer_signs }
+        AgentHandle { mailbox, turn_ends, turn_gate, report, description, weights, answer_signs }
     }
 
     pub(super) fn mark_stale(&mut self) {

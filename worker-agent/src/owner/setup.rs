@@ -18,6 +18,7 @@ use super::{
     session_calls::PendingDemotions,
     shims::Shims,
     trim::TrimmerLink,
+    turn_gate::TurnGate,
     volatile_prefix::PrefixWarnings,
     waiters::Waiters,
 };
@@ -79,11 +80,13 @@ impl OwnerSetup {
             EngineCapacity { ranks: vec![], page_tokens: 1, context_tokens: 0, retentions: vec![] };
         let audit_desk = AuditDesk::new(self.audit_interval, shim.clone(), metrics.clone());
         let control = EngineControl::default();
+        let turn_gate = TurnGate::new(&engine);
         Owner {
             table: Table::new(table_settings, capacity),
             handle: reporter.agent_handle(
                 mailbox.clone(),
                 turn_ends,
+                turn_gate.subscribe(),
                 control.subscribe(),
                 engine.answer_signs().clone(),
             ),
@@ -104,6 +107,7 @@ impl OwnerSetup {
             reporter,
             audit_desk,
             drain: Drain::Serving { is_drained: false },
+            turn_gate,
             prefix_warnings: PrefixWarnings::default(),
             metrics,
         }

@@ -9,8 +9,9 @@
 //! A step of a rule that only one module needs is a function there, which takes this owner. The
 //! table only passes each event on, with the [`Step`] that collects its effects.
 //!
-//! A turn goes through [`Table::claim`], before its body is read, then [`Table::admit`],
-//! [`Effect::Admitted`] or [`Effect::Refused`], and [`Table::end_turn`] if it was admitted.
+//! A turn goes through [`Table::claim`], before its body is read if it is a session's, then
+//! [`Table::enqueue`], [`Effect::Admitted`] or [`Effect::Refused`], and [`Table::end_turn`] if it
+//! was admitted.
 //!
 //! The table promises the following. `check_invariants` or the simulation asserts each promise:
 //! - At most one turn of an exclusive session is inside the engine.
@@ -101,8 +102,9 @@ impl Table {
         }
     }
 
-    /// Claims a turn's place before the body is read, so that a turn that its session can't take is
-    /// refused at once. [`Self::enqueue`] or [`Self::end_turn`] must follow.
+    /// Claims a turn's place. A session's turn claims it before the body is read, so that one that
+    /// its session can't take is refused at once. [`Self::enqueue`] or [`Self::end_turn`] must
+    /// follow.
     pub fn claim(&mut self, now: Instant, rid: &str, request: &ClaimRequest) -> Result<(), Error> {
         self.step(now, |queue, step| queue.claim(step, rid, request))
     }

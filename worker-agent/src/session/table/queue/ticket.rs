@@ -40,7 +40,7 @@ pub(super) struct ClaimedSession {
 pub(super) enum Stage {
     /// A client, not a turn, waits until its session is open.
     AwaitsOpen,
-    /// The turn's body is being read. The start is empty until it is known.
+    /// The body of the session's turn is being read. The start is empty until it is known.
     Claimed(PromptStart),
     /// The turn waits for room.
     Queued { need: Need, prompt_start: PromptStart },
