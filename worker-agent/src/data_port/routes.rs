@@ -108,7 +108,7 @@ pub fn app(context: Arc<TurnContext>, other_routes: Router<Arc<TurnContext>>) ->
 /// The router has checked who owns a stored response.
 async fn pass_on(State(context): State<Arc<TurnContext>>, request: Request) -> Response {
     let (request_head, body) = request.into_parts();
-    let passed = turn::pass_through(&context, &request_head, body).await;
+    let passed = turn::pass_through(&context, request_head, body).await;
     passed.unwrap_or_else(|refusal| answer_refused(&context, refusal))
 }
 

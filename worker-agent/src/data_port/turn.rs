@@ -122,7 +122,7 @@ pub(super) async fn serve_request(
 ) -> Result<Response, Refusal> {
     if !route.kind.is_turn() {
         let (request_head, body) = request.into_parts();
-        let passed = pass_through(context, &request_head, body).await;
+        let passed = pass_through(context, request_head, body).await;
         return passed.map_err(|refusal| refusal.allow_repeat(true));
     }
     let envelope = TurnEnvelope::read(request.headers());
@@ -239,7 +239,8 @@ impl ReadTurn {
             "turn begins"
         );
         let body = Body::new(BodyParts::new(engine_body, Some(held_body)));
-        let mut outgoing = engine_request(context, &request_head, body);
+        let caller = Caller::read(&request_head);
+        let mut outgoing = engine_request(context, request_head, body);
         add_shim_headers(outgoing.headers_mut(), route.kind, &turn, &lease.rid);
         let engine_span = trace.child("engine", SpanKind::Client);
         engine_span.inject(outgoing.headers_mut());
@@ -259,7 +260,7 @@ impl ReadTurn {
         let answer_head = exchange.wait_for_head().await;
         drop(engine_span);
         let answer_head = answer_head?;
-        if let Some(refusal) = engine_key_refusal(answer_head.status, Caller::read(&request_head)) {
+        if let Some(refusal) = engine_key_refusal(answer_head.status, caller) {
             exchange.finish_refused().await;
             return Err(refusal);
         }
@@ -394,9 +395,10 @@ fn engine_rid(kind: Kind, rid: &str) -> String {
 /// A request that is not a turn needs no claim and isn't counted.
 pub(super) async fn pass_through(
     context: &TurnContext,
-    request_head: &http::request::Parts,
+    request_head: http::request::Parts,
     body: Body,
 ) -> Result<Response, Refusal> {
+    let caller = Caller::read(&request_head);
     let held_body = context.body_budget.read(body).await?;
     let bytes = held_body.bytes.clone();
     let body = Body::new(BodyParts::new(vec![bytes], Some(held_body)));
@@ -407,7 +409,7 @@ pub(super) async fn pass_through(
         .map_err(|_| Refusal::turn_timeout())?
         .map_err(|error| connection_refusal(&error))?;
     let (head, body) = response.into_parts();
-    match engine_key_refusal(head.status, Caller::read(request_head)) {
+    match engine_key_refusal(head.status, caller) {
         Some(refusal) => Err(refusal),
         None => Ok(Response::from_parts(response_head(head), Body::new(body))),
     }
@@ -415,19 +417,19 @@ pub(super) async fn pass_through(
 
 fn engine_request(
     context: &TurnContext,
-    request_head: &http::request::Parts,
+    mut request_head: http::request::Parts,
     body: Body,
 ) -> Request {
-    let mut outgoing = Request::new(body);
-    *outgoing.method_mut() = request_head.method.clone();
-    *outgoing.uri_mut() = request_head.uri.clone();
-    let headers = outgoing.headers_mut();
-    headers.clone_from(&request_head.headers);
+    let caller = Caller::read(&request_head);
+    // What follows from the client's connection isn't for the engine.
+    request_head.version = http::Version::HTTP_11;
+    request_head.extensions = http::Extensions::new();
+    let headers = &mut request_head.headers;
     strip_request(headers);
     // The agent must see in the answer how the turn ended, so the answer must not be compressed.
     headers.remove(header::ACCEPT_ENCODING);
-    set_credential(context, Caller::read(request_head), headers);
-    outgoing
+    set_credential(context, caller, headers);
+    Request::from_parts(request_head, body)
 }
 
 /// A router has checked its client. Anyone else is for the engine itself to check.
