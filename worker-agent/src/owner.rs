@@ -54,7 +54,7 @@ use self::{
 };
 pub use self::{
     drain::{DrainState, Ending},
-    engine_control::BegunCall,
+    engine_control::{BegunCall, PublishedWeights},
     handle::{
         Admission, AdmissionRequest, AdmittedTurn, AgentHandle, EngineNews, Error, OpenedSession,
         RankPageAudit, RunModeResult, SessionChange, SessionWatch, TurnLease, TurnRun,

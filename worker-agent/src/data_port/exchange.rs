@@ -392,7 +392,7 @@ impl http_body::Body for Exchange {
             None => ready!(Pin::new(body).poll_frame(context)),
         };
         if let Some(epoch) = this.awaited_epoch.take()
-            && this.context.agent.weights.borrow().epoch != epoch
+            && this.context.agent.weights.borrow().epoch() != epoch
         {
             this.early_frames.push_front(frame);
             let reason = "the engine's weights changed before the turn's answer began";

@@ -16,7 +16,7 @@ use contract::{
     claim::Claim,
     envelope::{self, TurnEnvelope},
     id::TurnId,
-    load::{WEIGHTS, Weights},
+    load::WEIGHTS,
     route::{GENERATE, Kind, Route},
     turn_rid::RESPONSE_PREFIX,
 };
@@ -278,7 +278,7 @@ impl ReadTurn {
         };
         if runs_in_session(&turn, run) {
             // The turn may have run on older KV.
-            if context.agent.weights.borrow().epoch != turn.weights_epoch {
+            if context.agent.weights.borrow().epoch() != turn.weights_epoch {
                 return Err(refusal(&session::Error::WeightsChanged.into()));
             }
             exchange.watch_weights(turn.weights_epoch);
@@ -295,9 +295,8 @@ fn add_turn_headers(
     turn: &PlannedTurn,
     run: Option<TurnRun>,
 ) {
-    let label = Weights { epoch: turn.weights_epoch, ..context.agent.weights.borrow().clone() };
-    if let Ok(value) = HeaderValue::from_str(&label.to_string()) {
-        headers.insert(WEIGHTS, value);
+    if let Some(weights) = context.agent.weights.borrow().header(turn.weights_epoch) {
+        headers.insert(WEIGHTS, weights);
     }
     let Some(TurnRun { run_mode, growth_tokens_max }) = run else { return };
     headers.insert(RUN_MODE_HEADER, HeaderValue::from_static(run_mode.as_str()));

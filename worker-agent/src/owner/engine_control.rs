@@ -7,6 +7,7 @@
 use std::{collections::BTreeSet, time::Instant};
 
 use contract::{control::Effect, load::Weights};
+use http::HeaderValue;
 use service::clock::now;
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -62,16 +63,51 @@ pub(super) struct EngineControl {
     label: Option<WeightsLabel>,
     /// When a control call set the label.
     label_set_at: Option<Instant>,
-    weights: watch::Sender<Weights>,
+    weights: watch::Sender<PublishedWeights>,
+}
+
+/// Each answer names them, and they change rarely.
+#[derive(Debug, Clone)]
+pub struct PublishedWeights {
+    weights: Weights,
+    /// Names `weights`. A label has only what a header may have.
+    header: Option<HeaderValue>,
+}
+
+impl Default for PublishedWeights {
+    fn default() -> Self {
+        Self::new(Weights::default())
+    }
+}
+
+impl PublishedWeights {
+    fn new(weights: Weights) -> Self {
+        let header = HeaderValue::from_str(&weights.to_string()).ok();
+        Self { weights, header }
+    }
+
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.weights.epoch
+    }
+
+    /// Names the weights of a turn that was admitted in this epoch.
+    #[must_use]
+    pub fn header(&self, epoch: u64) -> Option<HeaderValue> {
+        if epoch == self.weights.epoch {
+            return self.header.clone();
+        }
+        Self::new(Weights { epoch, ..self.weights.clone() }).header
+    }
 }
 
 impl EngineControl {
-    pub(super) fn subscribe(&self) -> watch::Receiver<Weights> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<PublishedWeights> {
         self.weights.subscribe()
     }
 
     pub(super) fn weights(&self) -> Weights {
-        self.weights.borrow().clone()
+        self.weights.borrow().weights.clone()
     }
 
     /// `None` if the engine runs turns.
@@ -299,13 +335,13 @@ impl Owner {
         let version = self.control.label.as_ref().map_or("", |label| label.version.as_str());
         let is_current = {
             let published = self.control.weights.borrow();
-            published.epoch == epoch && published.label == version
+            published.weights.epoch == epoch && published.weights.label == version
         };
         if !is_current {
             let weights = Weights::new(epoch, version);
             self.control.weights.send_if_modified(|published| {
-                let is_new = *published != weights;
-                *published = weights;
+                let is_new = published.weights != weights;
+                *published = PublishedWeights::new(weights);
                 is_new
             });
         }

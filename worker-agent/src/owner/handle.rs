@@ -10,14 +10,14 @@ use std::{
 use contract::{
     control::Effect,
     id::SessionKey,
-    load::{Description, LoadReport, PageAudit, Session, Weights},
+    load::{Description, LoadReport, PageAudit, Session},
     turn_rid::TurnRid,
 };
 use service::{random, refusal::Code};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use super::drain::{DrainState, Ending};
-use super::engine_control::{BegunCall, ControlEnd};
+use super::engine_control::{BegunCall, ControlEnd, PublishedWeights};
 use super::published::{PublishedSession, SessionSnapshot};
 use super::turn_gate::OpenGate;
 use crate::{
@@ -283,7 +283,7 @@ pub struct AgentHandle {
     pub report: watch::Receiver<Arc<LoadReport>>,
     /// `None` until the agent has reached the engine.
     pub description: watch::Receiver<Option<Arc<Description>>>,
-    pub weights: watch::Receiver<Weights>,
+    pub weights: watch::Receiver<PublishedWeights>,
     /// Where turns note the signs of life in their answers.
     pub answer_signs: AnswerSigns,
 }

@@ -10,7 +10,7 @@ use std::{
 
 use contract::{
     id::SessionKey,
-    load::{Description, FunctionOff, LoadReport, Session, Weights},
+    load::{Description, FunctionOff, LoadReport, Session},
 };
 use service::{
     clock::{WallClock, now},
@@ -21,6 +21,7 @@ use tracing::error;
 
 use super::{
     AgentHandle, SessionChange, SessionWatch,
+    engine_control::PublishedWeights,
     handle::{OwnerMessage, TurnEnd},
     published::{PublishedSession, SessionSnapshot},
     turn_gate::OpenGate,
@@ -123,7 +124,7 @@ impl Reporter {
         mailbox: mpsc::Sender<OwnerMessage>,
         turn_ends: mpsc::Sender<TurnEnd>,
         turn_gate: watch::Receiver<OpenGate>,
-        weights: watch::Receiver<Weights>,
+        weights: watch::Receiver<PublishedWeights>,
         answer_signs: AnswerSigns,
     ) -> AgentHandle {
         let (report, description) = (self.reports.subscribe(), self.descriptions.subscribe());

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use service::{clock, tasks::Tasks};
+use service::clock;
 
 use super::*;
 use crate::{
