@@ -221,6 +221,32 @@ impl Fleet {
     }
 }
 
+/// Router and agent in one process.
+#[derive(Debug)]
+pub(crate) struct Served {
+    pub(crate) process: Process,
+    pub(crate) addr: SocketAddr,
+    _folder: tempfile::TempDir,
+}
+
+impl Served {
+    /// Serves the plan's engine, and waits until it is ready.
+    pub(crate) async fn start(plan: &Plan) -> anyhow::Result<Self> {
+        let engine = plan.engine.context("it serves an engine that runs")?;
+        let (host, folder) = (own_addr().ip(), tempfile::tempdir()?);
+        let config = folder.path().join("agent.toml");
+        fs::write(&config, agent_settings(folder.path(), host, engine, plan.security))?;
+        let (addr, admin) =
+            (SocketAddr::new(host, ROUTER_PORT), SocketAddr::new(host, ROUTER_ADMIN_PORT));
+        let mut command = command(&plan.programs.join("berth-serve"), plan.core);
+        command.arg("--engine").arg(format!("http://{engine}")).arg("--agent-config").arg(config);
+        command.args(["--data-addr", &addr.to_string(), "--admin-addr", &admin.to_string()]);
+        let process = Process::start(folder.path(), "berth-serve", command)?;
+        ready(&Web::default(), admin).await;
+        Ok(Self { process, addr, _folder: folder })
+    }
+}
+
 /// Returns a client that trusts the fleet's authority if the fleet has TLS.
 fn client(folder: &Path, security: Security) -> anyhow::Result<Web> {
     if !security.client_tls {

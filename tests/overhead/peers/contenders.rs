@@ -13,10 +13,10 @@ use anyhow::{Context as _, ensure};
 use engine_sim::loopback::own_addr;
 use harness::web::Web;
 
-use crate::fleet::{Fleet, Plan, Process, Worker, command};
+use crate::fleet::{Fleet, Plan, Process, Served, Worker, command};
 
 /// In the order of the tables.
-pub(crate) const NAMES: [&str; 9] = [
+pub(crate) const NAMES: [&str; 10] = [
     "direct",
     "nginx",
     "sglang-router",
@@ -24,6 +24,7 @@ pub(crate) const NAMES: [&str; 9] = [
     "vllm-router",
     "agent before",
     "agent",
+    "serve",
     "router + agent before",
     "router + agent",
 ];
@@ -50,6 +51,7 @@ enum Running {
     None,
     Peer { process: Process, folder: tempfile::TempDir },
     Agent(Worker),
+    Served(Served),
     Both(Box<Fleet>),
 }
 
@@ -67,6 +69,7 @@ impl Contender {
             Running::None => vec![],
             Running::Peer { process, .. } => vec![process],
             Running::Agent(worker) => vec![&worker.agent],
+            Running::Served(served) => vec![&served.process],
             Running::Both(fleet) => vec![&fleet.router, fleet.agent()],
         }
     }
@@ -101,6 +104,10 @@ pub(crate) async fn start(
         "agent" => {
             let worker = Worker::start(&plan).await?;
             (worker.data_addr(), Running::Agent(worker))
+        }
+        "serve" => {
+            let served = Served::start(&plan).await?;
+            (served.addr, Running::Served(served))
         }
         "router + agent" => {
             let fleet = Fleet::start(&plan).await?;
