@@ -13,7 +13,7 @@ use router::{
 };
 use service::{
     command_line::read_settings,
-    log, server,
+    log, memory, server,
     signal::{StopSignal, StopSignals},
     tasks::Tasks,
 };
@@ -24,6 +24,8 @@ use service::{
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    // An open stream takes 35 KiB, and 58 with huge pages: of a buffer of 8 KiB, half is used.
+    memory::use_small_pages();
     let only_checks = |args: &Args| args.check_config;
     let load = |args: Args| Config::load(&args);
     let config = match read_settings(only_checks, load, Config::file_problems) {
