@@ -1,19 +1,20 @@
 //! Sends HTTP/1 requests on kept connections, which the requests' own tasks drive.
 //!
-//! Hyper-util's client has a task for each connection, which must wake the request's task for each
-//! part of an answer: a quarter of what a stream costs a proxy. Here a request owns its connection,
-//! and polls it itself. Nobody polls an idle connection. So that its peer has closed it shows when
-//! it is needed again, and the socket stays until then or until another one becomes idle.
+//! Hyper's connections hold 25 KiB each for as long as an answer goes on, and wake their requests'
+//! tasks through channels. Here a request owns its connection and polls it itself. Nobody polls an
+//! idle connection. So that its peer has closed it shows when it is needed again, and the socket
+//! stays until then or until another one becomes idle.
+
+mod answer_reader;
+mod connection;
+mod heads;
 
 use std::{
     collections::HashMap,
     future::poll_fn,
     pin::{Pin, pin},
-    sync::{
-        Arc,
-        atomic::{AtomicU8, Ordering},
-    },
-    task::{Context, Poll, Wake, Waker},
+    sync::Arc,
+    task::{Context, Poll, Waker, ready},
     time::{Duration, Instant},
 };
 
@@ -24,29 +25,46 @@ use http::{
     uri::{Authority, PathAndQuery, Scheme},
 };
 use http_body::{Body, Frame, SizeHint};
-use hyper::{
-    body::Incoming,
-    client::conn::{TrySendError, http1},
-    rt::{Read, Write},
-};
+use hyper::rt::{Read, Write};
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::task::unconstrained;
 use tower_service::Service;
 
+use self::{
+    answer_reader::AnswerReader,
+    connection::{Connection, Outgoing},
+    heads::AnswerHead,
+};
 use crate::{clock::now, tls::client::BoxError};
 
 /// How often connections that have been idle for too long are closed, while answers end.
 const CLEANUP_INTERVAL: Duration = Duration::from_secs(1);
-/// How often a connection is looked at whose answer nobody reads to its end. A refusal comes in one
-/// part.
-const LAST_LOOKS: usize = 2;
+/// How many parts are looked for of an answer that nobody reads to its end. A refusal comes in one
+/// or two.
+const LAST_LOOKS: usize = 4;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("can't connect")]
     Connect(#[source] BoxError),
     #[error("the connection broke")]
-    Broken(#[source] hyper::Error),
+    Broken(#[source] Broken),
+}
+
+/// Why a connection broke.
+#[derive(Debug, thiserror::Error)]
+pub enum Broken {
+    #[error("the peer closed it before the answer's end")]
+    Closed,
+    #[error("it failed")]
+    Io(#[source] std::io::Error),
+    #[error("the answer's head is not HTTP/1")]
+    Head(#[source] httparse::Error),
+    #[error("the answer is not HTTP/1: {0}")]
+    NotHttp(&'static str),
+    #[error("the request's body failed")]
+    Body(#[source] BoxError),
 }
 
 impl Error {
@@ -67,16 +85,16 @@ pub struct IdleLimits {
 
 /// It repeats only what was certainly not sent.
 #[derive(Debug)]
-pub struct HttpClient<C, B>(Arc<Inner<C, B>>);
+pub struct HttpClient<C>(Arc<Inner<C>>);
 
 #[derive(Debug)]
-struct Inner<C, B> {
+struct Inner<C> {
     connector: C,
-    pool: Arc<Pool<B>>,
+    pool: Arc<Pool>,
 }
 
 /// Clones share their connections.
-impl<C, B> Clone for HttpClient<C, B> {
+impl<C> Clone for HttpClient<C> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
@@ -89,115 +107,31 @@ pub type Answering<B> =
 
 type Host = (Scheme, Authority);
 
-/// Polled until it ends, it moves bytes between its socket and what its `SendRequest` returned.
-type Driver = Pin<Box<dyn Future<Output = hyper::Result<()>> + Send>>;
-
-struct Connection<B> {
-    sender: http1::SendRequest<B>,
-    /// `None` once it has ended.
-    driver: Option<Driver>,
-    task: Arc<TaskWaker>,
-}
-
-impl<B> Connection<B> {
-    /// Whether it can take a request. Who takes it drives it again.
-    fn is_free(&mut self) -> bool {
-        let Some(driver) = &mut self.driver else { return false };
-        // Otherwise a task that has done much would seem to have a connection that isn't free.
-        let driving = pin!(unconstrained(driver.as_mut()));
-        let driven = driving.poll(&mut Context::from_waker(Waker::noop()));
-        if driven.is_ready() {
-            self.driver = None;
-        }
-        driven.is_pending() && self.sender.is_ready()
-    }
-}
-
-fn drive(driver: &mut Option<Driver>, task: &Arc<TaskWaker>, context: &mut Context<'_>) {
-    let Some(running) = driver else { return };
-    task.set(context.waker());
-    let waker = Waker::from(Arc::clone(task));
-    if running.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
-        // Only its drop tells who waits that nothing more comes.
-        *driver = None;
-    }
-}
-
-/// Wakes the task of the request that uses a connection.
-///
-/// To take a frame of an answer wakes the driver, which could go on now. But who takes frames polls
-/// again anyway, and would be woken in vain for each. So the waker sleeps meanwhile.
-#[derive(Debug)]
-struct TaskWaker {
-    state: AtomicU8,
-    task: Mutex<Waker>,
-}
-
-const AWAKE: u8 = 0;
-const ASLEEP: u8 = 1;
-/// It sleeps, and was called.
-const MISSED: u8 = 2;
-
-impl TaskWaker {
-    fn new() -> Arc<Self> {
-        Arc::new(Self { state: AtomicU8::new(AWAKE), task: Mutex::new(Waker::noop().clone()) })
-    }
-
-    fn set(&self, waker: &Waker) {
-        self.task.lock().clone_from(waker);
-    }
-
-    /// Polls `poll` while this sleeps. If that is pending, a call meanwhile wakes the task.
-    fn asleep<T>(&self, poll: impl FnOnce() -> Poll<T>) -> Poll<T> {
-        self.state.store(ASLEEP, Ordering::SeqCst);
-        let polled = poll();
-        let was_called = self.state.swap(AWAKE, Ordering::SeqCst) == MISSED;
-        if was_called && polled.is_pending() {
-            self.task.lock().wake_by_ref();
-        }
-        polled
-    }
-}
-
-impl Wake for TaskWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        let missed =
-            self.state.compare_exchange(ASLEEP, MISSED, Ordering::SeqCst, Ordering::SeqCst);
-        if missed == Err(AWAKE) {
-            self.task.lock().wake_by_ref();
-        }
-    }
-}
-
 /// The connections that no request uses.
-struct Pool<B> {
+struct Pool {
     limits: IdleLimits,
-    idle: Mutex<Idle<B>>,
+    idle: Mutex<Idle>,
 }
 
-struct Idle<B> {
+struct Idle {
     /// With the time since when each is idle, the newest last. No host has none.
-    by_host: HashMap<Host, Vec<(Connection<B>, Instant)>>,
+    by_host: HashMap<Host, Vec<(Connection, Instant)>>,
     next_cleanup: Instant,
 }
 
-impl<B> std::fmt::Debug for Pool<B> {
+impl std::fmt::Debug for Pool {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.debug_struct("Pool").field("limits", &self.limits).finish_non_exhaustive()
     }
 }
 
-impl<B> Pool<B> {
+impl Pool {
     fn new(limits: IdleLimits) -> Self {
         let idle = Idle { by_host: HashMap::new(), next_cleanup: now() + CLEANUP_INTERVAL };
         Self { limits, idle: Mutex::new(idle) }
     }
 
-    fn take(&self, host: &Host) -> Option<Connection<B>> {
+    fn take(&self, host: &Host) -> Option<Connection> {
         loop {
             let (mut connection, since) = self.pop(host)?;
             let is_fresh = || now() < since + self.limits.time_max;
@@ -208,7 +142,7 @@ impl<B> Pool<B> {
         }
     }
 
-    fn pop(&self, host: &Host) -> Option<(Connection<B>, Instant)> {
+    fn pop(&self, host: &Host) -> Option<(Connection, Instant)> {
         let mut idle = self.idle.lock();
         let connections = idle.by_host.get_mut(host)?;
         let newest = connections.pop();
@@ -219,8 +153,9 @@ impl<B> Pool<B> {
     }
 
     /// Closes a connection that can't be used again, or is one too many.
-    fn put(&self, host: Host, mut connection: Connection<B>) {
-        if self.limits.per_host_max == 0 || !connection.is_free() {
+    fn put(&self, host: Host, connection: Connection) {
+        // Whether its peer closes it shows when it is taken.
+        if self.limits.per_host_max == 0 || !connection.input.is_empty() {
             return;
         }
         let now = now();
@@ -241,8 +176,8 @@ impl<B> Pool<B> {
     }
 }
 
-impl<B> Idle<B> {
-    fn remove_expired(&mut self, now: Instant, time_max: Duration) -> Vec<Connection<B>> {
+impl Idle {
+    fn remove_expired(&mut self, now: Instant, time_max: Duration) -> Vec<Connection> {
         let mut expired = vec![];
         self.by_host.retain(|_, connections| {
             let fresh_from = connections.partition_point(|(_, since)| *since + time_max <= now);
@@ -253,35 +188,40 @@ impl<B> Idle<B> {
     }
 }
 
-impl<C, B> HttpClient<C, B>
+impl<C> HttpClient<C>
 where
     C: Service<Uri, Future: Send> + Clone + Send + Sync + 'static,
     C::Response: Read + Write + Unpin + Send + 'static,
     C::Error: Into<BoxError>,
-    B: Body<Data: Send, Error: Into<BoxError>> + Unpin + Send + 'static,
 {
     #[must_use]
     pub fn new(connector: C, limits: IdleLimits) -> Self {
         Self(Arc::new(Inner { connector, pool: Arc::new(Pool::new(limits)) }))
     }
 
-    /// The request's URI names the host.
-    pub fn request(&self, request: Request<B>) -> Answering<B> {
+    /// The request's URI names the host, and its body knows its length.
+    pub fn request<B>(&self, request: Request<B>) -> Answering<B>
+    where
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin + Send + 'static,
+    {
         let inner = Arc::clone(&self.0);
         Box::pin(async move { inner.request(request).await })
     }
 }
 
-impl<C, B> Inner<C, B>
+impl<C> Inner<C>
 where
     C: Service<Uri> + Clone,
     C::Response: Read + Write + Unpin + Send + 'static,
     C::Error: Into<BoxError>,
-    B: Body<Data: Send, Error: Into<BoxError>> + Unpin + Send + 'static,
 {
-    async fn request(&self, mut request: Request<B>) -> Result<Response<AnswerBody<B>>, Error> {
+    async fn request<B>(&self, mut request: Request<B>) -> Result<Response<AnswerBody<B>>, Error>
+    where
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+    {
         let uri = request.uri().clone();
         let host = prepare(&mut request)?;
+        let mut outgoing = Outgoing::new(request).map_err(Error::Broken)?;
         loop {
             let kept = self.pool.take(&host);
             let is_kept = kept.is_some();
@@ -289,27 +229,24 @@ where
                 Some(connection) => connection,
                 None => self.connect(uri.clone()).await?,
             };
-            match exchange_heads(&mut connection, request).await {
-                Ok(response) => {
+            match poll_fn(|context| connection.poll_answer(&mut outgoing, context)).await {
+                Ok(answer) => {
+                    let outgoing = Some(outgoing).filter(|outgoing| !outgoing.is_sent());
                     let pool = Arc::clone(&self.pool);
-                    let new_body = |body| AnswerBody::new(body, (host, connection), pool);
-                    return Ok(response.map(new_body));
+                    return Ok(AnswerBody::answer(answer, (host, connection), outgoing, pool));
                 }
-                Err(mut error) => match error.take_message() {
-                    Some(unsent) if is_kept => request = unsent,
-                    _ => return Err(Error::Broken(error.into_error())),
-                },
+                Err(Broken::Io(_)) if is_kept && !outgoing.has_begun => {}
+                Err(broken) => return Err(Error::Broken(broken)),
             }
         }
     }
 
-    async fn connect(&self, uri: Uri) -> Result<Connection<B>, Error> {
+    async fn connect(&self, uri: Uri) -> Result<Connection, Error> {
         let mut connector = self.connector.clone();
         let ready = poll_fn(|context| connector.poll_ready(context)).await;
         ready.map_err(|error| Error::Connect(error.into()))?;
         let stream = connector.call(uri).await.map_err(|error| Error::Connect(error.into()))?;
-        let (sender, driver) = http1::handshake(stream).await.map_err(Error::Broken)?;
-        Ok(Connection { sender, driver: Some(Box::pin(driver)), task: TaskWaker::new() })
+        Ok(Connection::new(TokioIo::new(stream)))
     }
 }
 
@@ -329,108 +266,126 @@ fn prepare<B>(request: &mut Request<B>) -> Result<Host, Error> {
     Ok(host)
 }
 
-async fn exchange_heads<B>(
-    connection: &mut Connection<B>,
-    request: Request<B>,
-) -> Result<Response<Incoming>, TrySendError<Request<B>>>
-where
-    B: Body + 'static,
-{
-    // Without a budget: nothing would wake the task if the answer seemed to wait for one.
-    let mut answer = pin!(unconstrained(connection.sender.try_send_request(request)));
-    poll_fn(|context| {
-        // Only the driver makes it ready, and at the latest by its end.
-        let mut no_waker = Context::from_waker(Waker::noop());
-        if let Poll::Ready(answered) = answer.as_mut().poll(&mut no_waker) {
-            return Poll::Ready(answered);
-        }
-        drive(&mut connection.driver, &connection.task, context);
-        answer.as_mut().poll(&mut no_waker)
-    })
-    .await
-}
-
 /// The rest of an answer. At its end, its connection is free for other requests.
 pub struct AnswerBody<B> {
-    body: Incoming,
+    reader: AnswerReader,
     /// `None` once the body has ended.
-    connection: Option<(Host, Connection<B>)>,
-    pool: Arc<Pool<B>>,
+    connection: Option<(Host, Connection)>,
+    stays_open: bool,
+    /// What is left to send, while the answer comes already.
+    outgoing: Option<Box<Outgoing<B>>>,
+    pool: Arc<Pool>,
 }
 
 impl<B> std::fmt::Debug for AnswerBody<B> {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("AnswerBody").field("body", &self.body).finish_non_exhaustive()
+        out.debug_struct("AnswerBody").field("reader", &self.reader).finish_non_exhaustive()
     }
 }
 
 impl<B> AnswerBody<B> {
-    fn new(body: Incoming, connection: (Host, Connection<B>), pool: Arc<Pool<B>>) -> Self {
-        let mut answer = Self { body, connection: Some(connection), pool };
-        if answer.body.is_end_stream() {
-            answer.free_connection();
-        }
-        answer
+    fn answer(
+        answer: AnswerHead,
+        connection: (Host, Connection),
+        outgoing: Option<Outgoing<B>>,
+        pool: Arc<Pool>,
+    ) -> Response<Self> {
+        let AnswerHead { head, reader, stays_open } = answer;
+        let outgoing = outgoing.map(Box::new);
+        let connection = Some(connection);
+        let mut body = Self { reader, connection, stays_open, outgoing, pool };
+        body.end_if_read();
+        head.map(|()| body)
     }
 
-    fn free_connection(&mut self) {
-        if let Some((host, connection)) = self.connection.take() {
+    /// A connection that has more to send can't be used again.
+    fn end_if_read(&mut self) {
+        if self.reader.has_ended()
+            && let Some((host, connection)) = self.connection.take()
+            && self.stays_open
+            && self.outgoing.is_none()
+        {
             self.pool.put(host, connection);
         }
     }
+}
 
-    /// Only the driver makes the body ready, and at the latest by its end.
-    fn poll_body(&mut self) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let body = Pin::new(&mut self.body);
-        let poll = || body.poll_frame(&mut Context::from_waker(Waker::noop()));
-        let polled = match &self.connection {
-            Some((_, connection)) => connection.task.asleep(poll),
-            None => poll(),
-        };
-        if let Poll::Ready(frame) = &polled {
-            // Trailers come last, too.
-            let is_data = matches!(frame, Some(Ok(frame)) if frame.is_data());
-            if !is_data || self.body.is_end_stream() {
-                self.free_connection();
+impl<B> AnswerBody<B>
+where
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+{
+    fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Broken>> {
+        let Some((_, connection)) = &mut self.connection else { return Poll::Ready(Ok(None)) };
+        if let Some(outgoing) = &mut self.outgoing {
+            match connection.poll_rest(outgoing, context) {
+                Poll::Pending => {}
+                Poll::Ready(Ok(())) => self.outgoing = None,
+                // The peer wants no more of the request. Its answer may be whole.
+                Poll::Ready(Err(_)) => (self.outgoing, self.stays_open) = (None, false),
             }
         }
-        polled
+        loop {
+            let part = self.reader.take(&mut connection.input)?;
+            if part.is_some() || self.reader.has_ended() {
+                return Poll::Ready(Ok(part));
+            }
+            if ready!(connection.poll_read(context)).map_err(Broken::Io)? == 0 {
+                self.reader.close()?;
+                return Poll::Ready(Ok(None));
+            }
+        }
     }
 }
 
 impl<B> Drop for AnswerBody<B> {
     /// What is left may have arrived. Then the connection can be used again.
     fn drop(&mut self) {
+        let Some((_, connection)) = &mut self.connection else { return };
         for _ in 0..LAST_LOOKS {
-            while let Poll::Ready(Some(Ok(_))) = self.poll_body() {}
-            let Some((_, connection)) = &mut self.connection else { return };
-            connection.is_free();
+            match self.reader.take(&mut connection.input) {
+                Err(_) => return,
+                Ok(_) if self.reader.has_ended() => break,
+                Ok(Some(_)) => {}
+                Ok(None) => {
+                    let reading = poll_fn(|context| connection.poll_read(context));
+                    let read =
+                        pin!(unconstrained(reading)).poll(&mut Context::from_waker(Waker::noop()));
+                    if !matches!(read, Poll::Ready(Ok(1..))) {
+                        return;
+                    }
+                }
+            }
         }
+        self.end_if_read();
     }
 }
 
-impl<B: Unpin> Body for AnswerBody<B> {
+impl<B> Body for AnswerBody<B>
+where
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+{
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Broken;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        if let Poll::Ready(frame) = self.poll_body() {
-            return Poll::Ready(frame);
+    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        let part = ready!(self.poll_part(context));
+        if part.is_err() {
+            self.connection = None;
+        } else {
+            self.end_if_read();
         }
-        let Some((_, connection)) = &mut self.connection else { return Poll::Ready(None) };
-        drive(&mut connection.driver, &connection.task, context);
-        self.poll_body()
+        Poll::Ready(part.transpose().map(|part| part.map(Frame::data)))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.reader.has_ended()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.reader.bytes_left().map_or_else(SizeHint::default, SizeHint::with_exact)
     }
 }
 
@@ -449,7 +404,7 @@ mod tests {
     const CHUNKS: &[u8] =
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n2\r\nok\r\n0\r\n\r\n";
 
-    type Client = HttpClient<HttpConnector, Full<Bytes>>;
+    type Client = HttpClient<HttpConnector>;
 
     fn client(per_host_max: usize) -> Client {
         let limits = IdleLimits { time_max: Duration::from_secs(60), per_host_max };
@@ -581,35 +536,6 @@ mod tests {
             }
         };
         tokio::join!(requests, serving);
-    }
-
-    #[test]
-    fn a_waker_that_sleeps_forgets_a_call_only_if_something_was_ready() {
-        struct Task(AtomicU8);
-        impl Wake for Task {
-            fn wake(self: Arc<Self>) {
-                self.0.fetch_add(1, Ordering::SeqCst);
-            }
-        }
-        let (task, waker) = (Arc::new(Task(AtomicU8::new(0))), TaskWaker::new());
-        waker.set(&Waker::from(Arc::clone(&task)));
-        let calls = || task.0.load(Ordering::SeqCst);
-        let call = || Waker::from(Arc::clone(&waker)).wake();
-        call();
-        assert_eq!(calls(), 1);
-        let poll = |poll: Poll<()>| {
-            let calling = || {
-                call();
-                poll
-            };
-            assert_eq!(waker.asleep(calling), poll);
-        };
-        poll(Poll::Ready(()));
-        assert_eq!(calls(), 1);
-        poll(Poll::Pending);
-        assert_eq!(calls(), 2);
-        call();
-        assert_eq!(calls(), 3);
     }
 
     #[tokio::test]

@@ -79,7 +79,7 @@ pub(crate) struct UpstreamConnections {
 
 #[derive(Debug)]
 pub(crate) struct UpstreamClient {
-    client: HttpClient<ProvenConnector, Full<Bytes>>,
+    client: HttpClient<ProvenConnector>,
     local_ports: LocalPorts,
     /// Nothing signs without a token. An entry stays until the slot's next agent has one: turns may
     /// still go to an agent that has left.

@@ -20,6 +20,7 @@ use http::{HeaderValue, StatusCode, header};
 use http_body::{Frame, SizeHint};
 use http_body_util::BodyExt;
 use service::{
+    http_client::Broken,
     refusal::{Code, Refusal},
     traces::{
         record::SpanKind,
@@ -82,7 +83,7 @@ pub(super) struct Exchange {
 }
 
 /// `None` is the end of the body.
-type BodyFrame<E = hyper::Error> = Option<Result<Frame<Bytes>, E>>;
+type BodyFrame<E = Broken> = Option<Result<Frame<Bytes>, E>>;
 
 enum EngineAnswer {
     Head(TurnAnswer),
@@ -247,7 +248,7 @@ impl Exchange {
 
     /// The last frame ends the lease here, before the client has the whole answer and may send
     /// more.
-    fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &hyper::Error>>) {
+    fn scan_frame(&mut self, frame: Option<Result<&Frame<Bytes>, &Broken>>) {
         match frame {
             Some(Ok(frame)) => {
                 self.signs.note_frame();

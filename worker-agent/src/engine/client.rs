@@ -134,7 +134,7 @@ pub struct EngineClient {
     api_key: Option<HeaderValue>,
     admin_key: Option<HeaderValue>,
     /// Streams bodies, without a time limit.
-    turn_client: HttpClient<HttpConnector, Body>,
+    turn_client: HttpClient<HttpConnector>,
     /// Control calls have connections of their own, so that they never wait behind turns.
     control_client: Client<HttpConnector, Full<Bytes>>,
     /// This client keeps one connection open, so a sample that comes over a new connection may come

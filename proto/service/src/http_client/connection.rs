@@ -1,0 +1,219 @@
+//! Moves a request and its answer over a connection, in the task that polls.
+//!
+//! A connection has no buffer of its own. What is read goes through one of the thread, and small
+//! parts are copied out of it. So a stream that waits keeps nothing, and a part that waits for a
+//! slow client keeps little more than its own bytes.
+
+use std::{
+    cell::RefCell,
+    future::poll_fn,
+    io::{self, IoSlice},
+    mem,
+    pin::{Pin, pin},
+    task::{Context, Poll, Waker, ready},
+};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use http::{Method, Request};
+use http_body::Body;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    task::unconstrained,
+};
+use tokio_util::io::poll_read_buf;
+
+use super::{
+    Broken,
+    heads::{AnswerHead, read_answer_head, request_head},
+};
+use crate::tls::client::BoxError;
+
+/// How much is read at once at first. Most parts of streams, and most heads, are smaller.
+const READ_BYTES_MIN: usize = 16 * 1024;
+/// The most that is read at once, while much arrives. With more, other tasks wait too long.
+const READ_BYTES_MAX: usize = 128 * 1024;
+/// What is read fills at least so much of the memory that it holds, one part in four, or is copied:
+/// it may wait for a slow client.
+const HELD_PART_MIN: usize = 4;
+
+thread_local! {
+    /// Empty while nothing is read.
+    static SPACE: RefCell<BytesMut> = RefCell::default();
+}
+
+pub(super) trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<I: AsyncRead + AsyncWrite + Unpin + Send> Io for I {}
+
+pub(super) struct Connection {
+    io: Box<dyn Io>,
+    /// What was read and not used.
+    pub(super) input: Bytes,
+    /// How much is read at once: more, the more arrives.
+    read_bytes: usize,
+}
+
+impl Connection {
+    pub(super) fn new(io: impl Io + 'static) -> Self {
+        Self { io: Box::new(io), input: Bytes::new(), read_bytes: READ_BYTES_MIN }
+    }
+
+    /// Whether its peer has neither closed it nor sent anything.
+    pub(super) fn is_free(&mut self) -> bool {
+        if !self.input.is_empty() {
+            return false;
+        }
+        // A task that has done much would seem to have a connection that is free.
+        let reading = pin!(unconstrained(poll_fn(|context| self.poll_read(context))));
+        reading.poll(&mut Context::from_waker(Waker::noop())).is_pending()
+    }
+
+    /// Returns the number of bytes. None is the connection's end.
+    pub(super) fn poll_read(&mut self, context: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        let read = SPACE.with_borrow_mut(|space| {
+            space.reserve(self.read_bytes);
+            let bytes = ready!(poll_read_buf(Pin::new(&mut *self.io), context, space))?;
+            if bytes > space.capacity() / HELD_PART_MIN {
+                return Poll::Ready(Ok::<_, io::Error>(mem::take(space).freeze()));
+            }
+            let part = Bytes::copy_from_slice(space);
+            space.clear();
+            Poll::Ready(Ok(part))
+        });
+        let part = ready!(read)?;
+        Poll::Ready(Ok(self.add(part)))
+    }
+
+    fn add(&mut self, part: Bytes) -> usize {
+        let bytes = part.len();
+        if bytes >= self.read_bytes {
+            self.read_bytes = (self.read_bytes * 2).min(READ_BYTES_MAX);
+        } else if bytes < self.read_bytes / 2 {
+            self.read_bytes = (self.read_bytes / 2).max(READ_BYTES_MIN);
+        }
+        self.input = match self.input.is_empty() {
+            true => part,
+            false => [&*self.input, &*part].concat().into(),
+        };
+        bytes
+    }
+
+    /// Sends as much as it can, and waits for the answer's head. An answer may come before all of
+    /// the request is sent.
+    pub(super) fn poll_answer<B>(
+        &mut self,
+        request: &mut Outgoing<B>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<AnswerHead, Broken>>
+    where
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+    {
+        let failed = match request.poll_send(&mut self.io, context) {
+            // Nothing can answer.
+            Poll::Ready(Err(error)) if !request.has_begun => return Poll::Ready(Err(error)),
+            // The peer may have answered before it closed the connection, or says why.
+            Poll::Ready(Err(error)) => Some(error),
+            Poll::Ready(Ok(())) | Poll::Pending => None,
+        };
+        loop {
+            if let Some(head) = read_answer_head(&mut self.input, &request.method)? {
+                return Poll::Ready(Ok(head));
+            }
+            match self.poll_read(context) {
+                Poll::Ready(Ok(0)) => return Poll::Ready(Err(failed.unwrap_or(Broken::Closed))),
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(Broken::Io(error))),
+                Poll::Pending => {
+                    return failed.map_or(Poll::Pending, |error| Poll::Ready(Err(error)));
+                }
+            }
+        }
+    }
+
+    pub(super) fn poll_rest<B>(
+        &mut self,
+        request: &mut Outgoing<B>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), Broken>>
+    where
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+    {
+        request.poll_send(&mut self.io, context)
+    }
+}
+
+/// What of a request is not sent.
+#[derive(Debug)]
+pub(super) struct Outgoing<B> {
+    method: Method,
+    head: Bytes,
+    /// The part of the body that is sent now.
+    part: Bytes,
+    /// What the body has yet to give.
+    body_bytes: u64,
+    body: Option<B>,
+    pub(super) has_begun: bool,
+}
+
+impl<B> Outgoing<B>
+where
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+{
+    /// The body must know its length. The URI has only the path and the query.
+    pub(super) fn new(request: Request<B>) -> Result<Self, Broken> {
+        let body_bytes = request.body().size_hint().exact();
+        let body_bytes = body_bytes.ok_or(Broken::Body("its length is unknown".into()))?;
+        let head = request_head(&request, body_bytes).into();
+        let (method, part) = (request.method().clone(), Bytes::new());
+        let body = Some(request.into_body());
+        Ok(Self { method, head, part, body_bytes, body, has_begun: false })
+    }
+
+    pub(super) fn is_sent(&self) -> bool {
+        self.head.is_empty() && self.part.is_empty() && self.body.is_none()
+    }
+
+    fn poll_send(
+        &mut self,
+        io: &mut Box<dyn Io>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), Broken>> {
+        loop {
+            // Before the head is sent, which then goes with a part of the body.
+            ready!(self.poll_part(context))?;
+            if self.head.is_empty() && self.part.is_empty() {
+                return Pin::new(io).poll_flush(context).map_err(Broken::Io);
+            }
+            let slices = [IoSlice::new(&self.head), IoSlice::new(&self.part)];
+            let written = Pin::new(&mut *io).poll_write_vectored(context, &slices);
+            let bytes = ready!(written).map_err(Broken::Io)?;
+            if bytes == 0 {
+                return Poll::Ready(Err(Broken::Io(io::ErrorKind::WriteZero.into())));
+            }
+            self.has_begun = true;
+            let of_head = bytes.min(self.head.len());
+            self.head.advance(of_head);
+            self.part.advance(bytes - of_head);
+        }
+    }
+
+    /// Drops the body at its end: nothing of it is held while the answer is awaited.
+    fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Broken>> {
+        while self.part.is_empty()
+            && let Some(body) = &mut self.body
+        {
+            match ready!(Pin::new(body).poll_frame(context)) {
+                Some(Ok(frame)) => self.part = frame.into_data().unwrap_or_default(),
+                Some(Err(error)) => return Poll::Ready(Err(Broken::Body(error.into()))),
+                None => self.body = None,
+            }
+            let left = self.body_bytes.checked_sub(self.part.len() as u64);
+            let left = left.filter(|left| *left == 0 || self.body.is_some());
+            let Some(left) = left else {
+                return Poll::Ready(Err(Broken::Body("its length was another".into())));
+            };
+            self.body_bytes = left;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
