@@ -32,6 +32,9 @@ use crate::clock::now;
 
 /// About what a buffered frame's place in the queue, and its reference to memory, take.
 const FRAME_OVERHEAD_BYTES: usize = 128;
+/// The most that is read ahead at a time, in a fraction of a millisecond. Other tasks run before
+/// more is read: many large answers may come at once.
+const BYTES_AT_A_TIME_MAX: usize = 256 * 1024;
 
 /// The memory for waiting answers, of all ports of a process.
 #[derive(Debug, Clone)]
@@ -169,7 +172,12 @@ impl Answer {
 
 impl State {
     fn read_ahead(&mut self, context: &mut Context<'_>) {
+        let buffered_before = self.buffered_bytes;
         while self.buffers.has_room(self.buffered_bytes) {
+            if self.buffered_bytes - buffered_before >= BYTES_AT_A_TIME_MAX {
+                context.waker().wake_by_ref();
+                return;
+            }
             let Some(body) = &mut self.body else { return };
             let Poll::Ready(polled) = Pin::new(&mut *body).poll_frame(context) else { return };
             // A body may end with its last frame, and is then not polled again.
