@@ -30,19 +30,19 @@ pub struct Args {
     #[arg(long, value_name = "URL", conflicts_with = "command")]
     pub engine: Vec<String>,
     /// GPUs for the engines that COMMAND starts, such as 0,1,2,3: one engine for every --tp of them
-    #[arg(long, value_name = "GPUS", value_delimiter = ',', requires = "command")]
+    #[arg(long, value_name = "GPUS", value_delimiter = ',')]
     pub gpus: Vec<u16>,
     /// GPUs of each engine, which run its layers together (tensor parallelism)
     #[arg(long, value_name = "N", default_value_t = 1, requires = "gpus")]
     pub tp: u16,
     /// Add no flags to COMMAND; its --port is 30000 if it names none
-    #[arg(long, requires = "command")]
+    #[arg(long)]
     pub no_flags: bool,
     /// When an engine that ended is started again
-    #[arg(long, value_enum, default_value = "never", requires = "command")]
+    #[arg(long, value_enum, default_value = "never")]
     pub restart: Restart,
     /// Most seconds that an engine may take to end before it is killed
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "command")]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub stop_seconds_max: u32,
     /// Address for clients [default: 127.0.0.1:8080]
     #[arg(long, value_name = "ADDRESS", conflicts_with = "join")]
@@ -80,6 +80,14 @@ impl Args {
     /// The text says what to give.
     pub fn engines(&self) -> Result<usize, String> {
         if self.command.is_empty() {
+            // The parser waives what an argument requires if another one excludes that.
+            let is_of_command =
+                !self.gpus.is_empty() || self.no_flags || self.restart != Restart::Never;
+            if is_of_command {
+                return Err("--gpus, --no-flags and --restart are for engines that a command \
+                            starts: give it after --"
+                    .to_owned());
+            }
             return match self.engine.len() {
                 0 => Err("name an engine that runs with --engine URL, or give the command that \
                           starts one after --"
@@ -127,7 +135,8 @@ mod tests {
     #[test]
     fn arguments_that_exclude_each_other_are_refused() {
         assert!(parse(&["--engine", "http://a", "--", "python3"]).is_err());
-        assert!(parse(&["--gpus", "0", "--engine", "http://a"]).is_err());
+        let of_command = parse(&["--gpus", "0", "--engine", "http://a"]).unwrap();
+        assert!(of_command.engines().unwrap_err().contains("after --"));
         assert!(parse(&["--join", "http://a", "--", "python3"]).is_err(), "without --address");
     }
 }

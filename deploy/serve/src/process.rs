@@ -94,7 +94,7 @@ impl EngineProcess {
             }
         };
         while self.pass_on() {}
-        self.out.finish();
+        write_log(&self.out.finish());
         // The group is gone if nothing is left.
         let _ = kill_process_group(self.pid, Signal::KILL);
         Ok(status)
@@ -107,7 +107,7 @@ impl EngineProcess {
             Ok(0) => self.is_log_open = false,
             Ok(length) => {
                 self.last_lines.push(&bytes[..length]);
-                self.out.write(&bytes[..length]);
+                write_log(&self.out.take(&bytes[..length]));
                 return true;
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -130,7 +130,7 @@ impl EngineProcess {
     }
 }
 
-/// Writes an engine's log to standard error, line by line. If that has gone, nobody reads it.
+/// Makes of an engine's log the lines to show.
 #[derive(Debug)]
 struct LogOut {
     prefix: String,
@@ -139,23 +139,25 @@ struct LogOut {
 }
 
 impl LogOut {
-    fn write(&mut self, bytes: &[u8]) {
+    /// Returns the lines that have ended.
+    fn take(&mut self, bytes: &[u8]) -> Vec<u8> {
         self.open.extend_from_slice(bytes);
         // A progress bar ends its lines by carriage returns.
         let is_end = |byte: &u8| matches!(byte, b'\n' | b'\r');
-        let Some(last) = self.open.iter().rposition(is_end) else {
-            if self.open.len() > OPEN_BYTES_MAX {
-                self.finish();
+        match self.open.iter().rposition(is_end) {
+            Some(last) => {
+                let rest = self.open.split_off(last + 1);
+                let lines = self.finish();
+                self.open = rest;
+                lines
             }
-            return;
-        };
-        let rest = self.open.split_off(last + 1);
-        self.finish();
-        self.open = rest;
+            None if self.open.len() > OPEN_BYTES_MAX => self.finish(),
+            None => vec![],
+        }
     }
 
-    /// Writes what is there, also of a line that hasn't ended.
-    fn finish(&mut self) {
+    /// Returns what is there, also of a line that hasn't ended.
+    fn finish(&mut self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.open.len() + 64);
         for line in self.open.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
             if !is_own_question(line) {
@@ -164,8 +166,13 @@ impl LogOut {
             }
         }
         self.open.clear();
-        let _ = io::stderr().lock().write_all(&out);
+        out
     }
+}
+
+/// If standard error has gone, nobody reads it.
+fn write_log(lines: &[u8]) {
+    let _ = io::stderr().lock().write_all(lines);
 }
 
 /// The agent asks for the engine's load five times a second, and SGLang logs each answer.
@@ -191,9 +198,11 @@ mod tests {
     #[test]
     fn a_line_in_parts_is_one_line_and_nothing_waits_for_ever() {
         let mut out = LogOut { prefix: String::new(), open: vec![] };
-        out.write(b"a\nb");
-        assert_eq!(out.open, b"b");
-        out.write(&vec![b'c'; OPEN_BYTES_MAX]);
-        assert!(out.open.is_empty());
+        assert_eq!(out.take(b"a\nb"), b"a\n");
+        assert_eq!(out.take(b"c\rd"), b"bc\r");
+        let long = vec![b'e'; OPEN_BYTES_MAX];
+        assert_eq!(out.take(&long).len(), OPEN_BYTES_MAX + 1);
+        out.prefix = "engine 0 | ".to_owned();
+        assert_eq!(out.take(b"f\n\n"), b"engine 0 | f\nengine 0 | \n");
     }
 }
