@@ -219,6 +219,52 @@ async fn an_engine_that_ends_at_its_start_says_why() {
 }
 
 #[tokio::test]
+async fn a_part_that_fails_is_named_and_ends_everything() {
+    let first = Serve::start_with_engine(&[], &[]);
+    first.says("berth: ready").await;
+    // A second agent of the same engine, with the same folder.
+    let state = first.folder.path().join("state");
+    let config = first.folder.path().join("second.toml");
+    let free = "127.0.0.1:0";
+    let settings = format!(
+        "files.state_dir = {state:?}\nlisten.data_addr = \"{free}\"\nlisten.control_addr = \
+         \"{free}\"\nlisten.admin_addr = \"{free}\"\n"
+    );
+    std::fs::write(&config, settings).unwrap();
+    let [data, admin] = free_ports();
+    let second = Command::new(SERVE)
+        .args(["--engine", &format!("http://127.0.0.1:{}", first.engine_port)])
+        .arg("--agent-config")
+        .arg(&config)
+        .args(["--data-addr", &format!("127.0.0.1:{data}")])
+        .args(["--admin-addr", &format!("127.0.0.1:{admin}")])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&second.stderr);
+    assert_eq!(second.status.code(), Some(1), "{said}");
+    assert!(said.contains("berth: an agent ended: "), "{said}");
+    first.turn_succeeds().await;
+}
+
+#[tokio::test]
+async fn an_engine_in_a_shell_is_stopped_with_it_also_in_a_hurry() {
+    let [port] = free_ports();
+    let command = engine_at(port).join("' '");
+    let script = format!("trap '' TERM; '{command}'; true");
+    let shell = ["bash", "-c", &script].map(str::to_owned);
+    let [data, admin] = free_ports();
+    let flags = ["--no-flags", "--stop-seconds-max", "1"];
+    // The script takes these words as its own $0 and $1: they tell berth the port.
+    let mut shell = Vec::from(shell);
+    shell.extend(["--port".to_owned(), port.to_string()]);
+    let mut serve = Serve::start_at([data, admin], port, &flags, &shell);
+    serve.says("berth: ready").await;
+    serve.signal(Signal::INT);
+    assert_eq!(serve.end().await.code(), Some(0), "{}", serve.log());
+    serve.engine_is_gone().await;
+}
+
+#[tokio::test]
 async fn a_port_that_is_taken_is_named_before_anything_starts() {
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = taken.local_addr().unwrap().port();

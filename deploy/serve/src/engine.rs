@@ -25,6 +25,8 @@ use crate::{
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(15);
 const READY_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 const SHOWN_LINES: usize = 12;
+/// SGLang ends in 5 s if no request runs.
+const HURRY_MAX: Duration = Duration::from_secs(6);
 
 /// How an engine is started.
 #[derive(Debug)]
@@ -48,6 +50,14 @@ pub struct Engine {
     pub admin: SocketAddr,
 }
 
+/// Tells engines to end.
+#[derive(Debug, Clone, Default)]
+pub struct Stop {
+    pub stop: CancellationToken,
+    /// They get little time.
+    pub hurry: CancellationToken,
+}
+
 /// How an engine ended that nobody stopped.
 #[derive(Debug)]
 pub struct EngineEnd {
@@ -59,12 +69,12 @@ pub struct EngineEnd {
 impl Engine {
     /// Ends after `stop`, or returns how the engine ended before. Must stay on a thread that lives
     /// as long as the process.
-    pub async fn run(self, ready: CancellationToken, stop: CancellationToken) -> Option<EngineEnd> {
+    pub async fn run(self, ready: CancellationToken, stop: Stop) -> Option<EngineEnd> {
         let Some(start) = &self.start else {
             tokio::select! {
                 biased;
-                () = stop.cancelled() => {}
-                () = self.wait_until_ready(&ready) => stop.cancelled().await,
+                () = stop.stop.cancelled() => {}
+                () = self.wait_until_ready(&ready) => stop.stop.cancelled().await,
             }
             return None;
         };
@@ -82,7 +92,7 @@ impl Engine {
             say(&format_args!("{}; it starts again in {} s", ended.1.text, pause.as_secs()));
             tokio::select! {
                 biased;
-                () = stop.cancelled() => return None,
+                () = stop.stop.cancelled() => return None,
                 () = tokio::time::sleep(pause) => {}
             }
         }
@@ -93,7 +103,7 @@ impl Engine {
         &self,
         start: &Start,
         ready: &CancellationToken,
-        stop: &CancellationToken,
+        stop: &Stop,
     ) -> io::Result<Option<(Ended, EngineEnd)>> {
         let started_at = now();
         let prefix = start.log_prefix.clone();
@@ -103,8 +113,10 @@ impl Engine {
         let status = loop {
             tokio::select! {
                 biased;
-                () = stop.cancelled() => {
-                    process.stop(start.stop_max).await?;
+                () = stop.stop.cancelled() => {
+                    let hurry_max = start.stop_max.min(HURRY_MAX);
+                    let is_hurry = stop.hurry.is_cancelled();
+                    process.stop(if is_hurry { hurry_max } else { start.stop_max }).await?;
                     return Ok(None);
                 }
                 status = process.wait() => break status?,

@@ -2,6 +2,7 @@
 
 use cli::flags::{self, EngineFlag};
 
+const KEY_FLAGS: [&str; 2] = ["--api-key", "--admin-api-key"];
 /// SGLang's default.
 pub const DEFAULT_PORT: u16 = 30_000;
 
@@ -21,10 +22,30 @@ pub struct Place {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineCommand {
     pub words: Vec<String>,
+    /// Where the engine listens, for a URL.
+    pub host: String,
     pub environment: Vec<(&'static str, String)>,
     pub port: u16,
     /// The flags that the user didn't give, with what they are for; without their values.
     pub added: Vec<EngineFlag>,
+}
+
+impl EngineCommand {
+    /// Without keys: a log may be read by others.
+    #[must_use]
+    pub fn shown(&self) -> String {
+        let (mut shown, mut is_key) = (vec![], false);
+        for word in &self.words {
+            let (name, value) = word.split_once('=').unwrap_or((word, ""));
+            shown.push(match (is_key, KEY_FLAGS.contains(&name) && !value.is_empty()) {
+                (true, _) => "***".to_owned(),
+                (false, true) => format!("{name}=***"),
+                (false, false) => word.clone(),
+            });
+            is_key = KEY_FLAGS.contains(&word.as_str());
+        }
+        shown.join(" ")
+    }
 }
 
 /// The user's words, whose flags are written as `--flag value` or `--flag=value`.
@@ -59,6 +80,22 @@ impl GivenCommand<'_> {
         port.map(Some).ok_or_else(|| format!("--port {text} of the engine is no port"))
     }
 
+    /// Where the agent finds the engine: on an engine of all addresses, at loopback.
+    #[must_use]
+    pub fn host(&self) -> String {
+        match self.value(&["--host"]) {
+            None | Some("0.0.0.0" | "::" | "*" | "localhost") => "127.0.0.1".to_owned(),
+            Some(host) if host.contains(':') => format!("[{}]", host.trim_matches(['[', ']'])),
+            Some(host) => host.to_owned(),
+        }
+    }
+
+    /// Whether the engine demands a key.
+    #[must_use]
+    pub fn has_key(&self) -> bool {
+        self.value(&["--api-key"]).is_some()
+    }
+
     /// At least 1. Each has ports of its own for KV events.
     #[must_use]
     pub fn dp_ranks(&self) -> u16 {
@@ -77,6 +114,7 @@ impl GivenCommand<'_> {
         let given_port = self.port()?;
         let mut command = EngineCommand {
             words: self.0.to_vec(),
+            host: self.host(),
             environment: vec![],
             port: given_port.unwrap_or(DEFAULT_PORT),
             added: vec![],
@@ -96,8 +134,18 @@ impl GivenCommand<'_> {
         if given_port.is_none() {
             command.words.extend(["--port".to_owned(), command.port.to_string()]);
         }
-        let tp_flags = ["--tp", "--tp-size", "--tensor-parallel-size"];
-        if place.gpus.len() > 1 && self.value(&tp_flags).is_none() {
+        let of_gpus = [
+            "--tp",
+            "--tp-size",
+            "--tensor-parallel-size",
+            "--dp",
+            "--dp-size",
+            "--data-parallel-size",
+            "--pp",
+            "--pp-size",
+            "--pipeline-parallel-size",
+        ];
+        if place.gpus.len() > 1 && self.value(&of_gpus).is_none() {
             command.words.extend(["--tp-size".to_owned(), place.gpus.len().to_string()]);
         }
         let of_sessions = [flags::STREAMING_SESSION, flags::SESSION_RADIX_CACHE];
@@ -154,6 +202,17 @@ mod tests {
         let command = complete("e --port 1 --port 2");
         assert_eq!(command.port, 2, "the engine takes the last one");
         assert!(GivenCommand(&words("e --port no")).complete(&place(), true).is_err());
+    }
+
+    #[test]
+    fn keys_are_not_shown_and_the_engine_is_found_where_it_listens() {
+        let shown = complete("e --api-key secret --admin-api-key=secret --host 10.0.0.5").shown();
+        assert!(!shown.contains("secret") && shown.contains("--api-key *** --admin-api-key=***"));
+        assert_eq!(complete("e --host 10.0.0.5").host, "10.0.0.5");
+        assert_eq!(complete("e --host ::1").host, "[::1]");
+        for host in ["0.0.0.0", "::", "localhost"] {
+            assert_eq!(complete(&format!("e --host {host}")).host, "127.0.0.1");
+        }
     }
 
     #[test]

@@ -117,7 +117,13 @@ impl Fleet {
         Self { agents, router }
     }
 
-    /// Returns why a part ended that nobody stopped.
+    /// Ends the turns that run. [`Self::stop`] waits for them.
+    #[must_use]
+    pub fn turns(&self) -> Option<Tasks> {
+        self.router.as_ref().map(|(tasks, _)| tasks.clone())
+    }
+
+    /// Returns why a part ended that nobody stopped. Not to call again after that.
     pub async fn fail(&mut self) -> anyhow::Error {
         let router = async {
             match &mut self.router {
@@ -186,6 +192,10 @@ fn start(tasks: &Tasks, part: impl Future<Output = anyhow::Result<()>> + Send + 
 }
 
 async fn join(ended: &mut Ended) -> anyhow::Result<()> {
+    // Why it ended has been told.
+    if ended.is_terminated() {
+        return Ok(());
+    }
     ended.await.unwrap_or_else(|_| Err(anyhow::anyhow!("its task panicked")))
 }
 

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    net::{Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     time::Duration,
 };
 
@@ -57,6 +57,11 @@ pub fn plan(args: &Args) -> Result<Vec<EnginePlan>, Error> {
                     --no-flags";
         return Err(Error::Usage(text.into()));
     }
+    if given.has_key() && std::env::var_os("BERTH_ENGINE_API_KEY").is_none() {
+        let text = "the engine has an --api-key: set BERTH_ENGINE_API_KEY to it, so that the \
+                    agent may use the engine";
+        return Err(Error::Usage(text.into()));
+    }
     let mut ports = FreePorts::default();
     let mut plans = vec![];
     for number in 0..count {
@@ -65,7 +70,7 @@ pub fn plan(args: &Args) -> Result<Vec<EnginePlan>, Error> {
             Some(url) => (url.trim_end_matches('/').to_owned(), None),
             None => {
                 let command = engine_command(args, number, &mut ports)?;
-                (format!("http://127.0.0.1:{}", command.port), Some(command))
+                (format!("http://{}:{}", command.host, command.port), Some(command))
             }
         };
         let agent = agent_config(args, &url, number, command.as_ref())?;
@@ -97,7 +102,11 @@ fn engine_command(
         gpus: args.gpus.chunks(args.tp.into()).nth(number).unwrap_or_default().to_vec(),
     };
     let command = given.complete(&place, !args.no_flags).map_err(Error::Usage)?;
-    if !is_free(command.port) {
+    let is_free = match command.host.trim_matches(['[', ']']).parse() {
+        Ok(host) => is_free_at(host, command.port),
+        Err(_) => true,
+    };
+    if !is_free {
         return Err(Error::PortTaken { port: command.port });
     }
     Ok(command)
@@ -168,7 +177,11 @@ impl FreePorts {
 }
 
 fn is_free(port: u16) -> bool {
-    server::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).is_ok()
+    is_free_at(Ipv4Addr::LOCALHOST.into(), port)
+}
+
+fn is_free_at(host: IpAddr, port: u16) -> bool {
+    server::bind(SocketAddr::new(host, port)).is_ok()
 }
 
 /// How long an engine may take to end.

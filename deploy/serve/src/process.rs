@@ -15,6 +15,7 @@ use std::{
 use rustix::process::{
     Pid, Signal, getppid, kill_process, kill_process_group, set_parent_process_death_signal,
 };
+use rustix::thread::disable_transparent_huge_pages;
 use service::command_line::print_error;
 use tokio::{net::unix::pipe, process::Child};
 
@@ -25,6 +26,8 @@ const BECOME: &str = "become-engine";
 /// As of a shell that doesn't find a program.
 const NOT_STARTED: u8 = 127;
 const READ_BYTES_MAX: usize = 16 << 10;
+/// A pipe holds 64 KiB.
+const LAST_READS_MAX: usize = 8;
 /// So much of a line without an end waits for it.
 const OPEN_BYTES_MAX: usize = 16 << 10;
 
@@ -35,6 +38,8 @@ pub struct EngineProcess {
     pid: Pid,
     log: pipe::Receiver,
     is_log_open: bool,
+    /// Its id may be another process's.
+    has_ended: bool,
     out: LogOut,
     pub last_lines: LastLines,
 }
@@ -51,6 +56,8 @@ pub fn become_engine(mut args: impl Iterator<Item = OsString>) -> Option<ExitCod
     if bound.is_err() || getppid() != Some(parent) {
         return Some(ExitCode::FAILURE);
     }
+    // This program keeps its own memory in small pages; an engine's is for the engine to decide.
+    let _ = disable_transparent_huge_pages(false);
     let error = std::process::Command::new(&program).args(args).exec();
     print_error(&format_args!("can't start {}: {error}", program.to_string_lossy()));
     Some(ExitCode::from(NOT_STARTED))
@@ -77,7 +84,15 @@ impl EngineProcess {
         let pid = number.expect("a process that nobody has waited for has an id");
         let log = pipe::Receiver::from_owned_fd(OwnedFd::from(reader))?;
         let out = LogOut { prefix, open: vec![] };
-        Ok(Self { child, pid, log, is_log_open: true, out, last_lines: LastLines::default() })
+        Ok(Self {
+            child,
+            pid,
+            log,
+            is_log_open: true,
+            has_ended: false,
+            out,
+            last_lines: LastLines::default(),
+        })
     }
 
     /// Passes the log on until the process ends, and ends what is left of its group. Dropping the
@@ -93,10 +108,15 @@ impl EngineProcess {
                 status = self.child.wait() => break status?,
             }
         };
-        while self.pass_on() {}
-        write_log(&self.out.finish());
-        // The group is gone if nothing is left.
+        self.has_ended = true;
+        // Fails if nothing of the group is left.
         let _ = kill_process_group(self.pid, Signal::KILL);
+        for _ in 0..LAST_READS_MAX {
+            if !self.pass_on() {
+                break;
+            }
+        }
+        write_log(&self.out.finish());
         Ok(status)
     }
 
@@ -126,6 +146,14 @@ impl EngineProcess {
                 let _ = kill_process_group(self.pid, Signal::KILL);
                 self.wait().await
             }
+        }
+    }
+}
+
+impl Drop for EngineProcess {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let _ = kill_process_group(self.pid, Signal::KILL);
         }
     }
 }

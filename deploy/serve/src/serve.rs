@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     args::Args,
-    engine::{Engine, EngineEnd, Start},
+    engine::{Engine, EngineEnd, Start, Stop},
     fleet::{BoundAgent, BoundRouter, Fleet},
     plan::{self, EnginePlan},
     say,
@@ -40,7 +40,7 @@ pub async fn serve(args: &Args) -> anyhow::Result<u8> {
     };
     let mut signals = StopSignals::new()?;
     let addresses = router.as_ref().map(|it| (it.data, it.admin));
-    let (stop, mut ready) = (CancellationToken::new(), vec![]);
+    let (stop, mut ready) = (Stop::default(), vec![]);
     let starting = plans.into_iter().zip(&agents).map(|(plan, agent)| {
         let engine = engine(args, plan, agent);
         let is_ready = CancellationToken::new();
@@ -63,17 +63,16 @@ pub async fn serve(args: &Args) -> anyhow::Result<u8> {
     };
     let code = report(&why);
     let leaves = matches!(why, End::Signal(StopSignal::Terminate));
-    end_turns(fleet, leaves, &mut engines, &mut signals).await;
-    stop.cancel();
+    if !end_turns(fleet, leaves, &mut engines, &mut signals).await {
+        stop.hurry.cancel();
+    }
+    stop.stop.cancel();
     tokio::select! {
         biased;
         () = engines.join() => {}
         _ = signals.next() => say(&"not waiting for the engines: they are killed"),
     }
-    match why {
-        End::Failed(error) => Err(error),
-        _ => Ok(code),
-    }
+    Ok(code)
 }
 
 enum End {
@@ -93,19 +92,34 @@ fn report(why: &End) -> u8 {
             say(&end.text);
             end.code
         }
-        End::Failed(_) => 1,
+        End::Failed(error) => {
+            say(&format_args!("{error:#}"));
+            1
+        }
     }
 }
 
-/// Engines go on meanwhile.
-async fn end_turns(fleet: Fleet, leaves: bool, engines: &mut Engines, signals: &mut StopSignals) {
+/// Engines go on meanwhile. Returns false if the user doesn't want to wait.
+async fn end_turns(
+    fleet: Fleet,
+    leaves: bool,
+    engines: &mut Engines,
+    signals: &mut StopSignals,
+) -> bool {
+    let turns = fleet.turns();
     let mut stopping = std::pin::pin!(fleet.stop(leaves));
     loop {
         tokio::select! {
             biased;
-            () = &mut stopping => return,
+            () = &mut stopping => return true,
             end = engines.next_end() => say(&end.text),
-            _ = signals.next() => return say(&"not waiting for turns any more"),
+            _ = signals.next() => {
+                say(&"not waiting for turns any more");
+                if let Some(tasks) = turns {
+                    tasks.cancel();
+                }
+                return false;
+            }
         }
     }
 }
@@ -128,7 +142,7 @@ fn engine(args: &Args, plan: EnginePlan, agent: &BoundAgent) -> Engine {
     let EnginePlan { name, url, command, .. } = plan;
     let is_one_of_several = name != "engine";
     let start = command.map(|command| {
-        say(&format_args!("starting {name}: {}", command.words.join(" ")));
+        say(&format_args!("starting {name}: {}", command.shown()));
         for flag in &command.added {
             say(&format_args!("added {}; without it: {}", flag.name, flag.why));
         }

@@ -124,7 +124,11 @@ impl Connection {
                 Poll::Ready(Ok(_)) => {}
                 Poll::Ready(Err(error)) => return Poll::Ready(Err(Broken::Io(error))),
                 Poll::Pending => {
-                    return failed.map_or(Poll::Pending, |error| Poll::Ready(Err(error)));
+                    return match failed {
+                        // What the peer said last may be on its way: it or the end can be read.
+                        None | Some(Broken::Io(_)) => Poll::Pending,
+                        Some(error) => Poll::Ready(Err(error)),
+                    };
                 }
             }
         }
@@ -153,6 +157,8 @@ pub(super) struct Outgoing<B> {
     body_bytes: u64,
     body: Option<B>,
     pub(super) has_begun: bool,
+    /// TLS may hold back what was written.
+    is_flushed: bool,
 }
 
 impl<B> Outgoing<B>
@@ -166,11 +172,11 @@ where
         let head = request_head(&request, body_bytes).into();
         let (method, part) = (request.method().clone(), Bytes::new());
         let body = Some(request.into_body());
-        Ok(Self { method, head, part, body_bytes, body, has_begun: false })
+        Ok(Self { method, head, part, body_bytes, body, has_begun: false, is_flushed: false })
     }
 
     pub(super) fn is_sent(&self) -> bool {
-        self.head.is_empty() && self.part.is_empty() && self.body.is_none()
+        self.is_flushed && self.head.is_empty() && self.part.is_empty() && self.body.is_none()
     }
 
     fn poll_send(
@@ -182,7 +188,9 @@ where
             // Before the head is sent, which then goes with a part of the body.
             ready!(self.poll_part(context))?;
             if self.head.is_empty() && self.part.is_empty() {
-                return Pin::new(io).poll_flush(context).map_err(Broken::Io);
+                ready!(Pin::new(io).poll_flush(context)).map_err(Broken::Io)?;
+                self.is_flushed = true;
+                return Poll::Ready(Ok(()));
             }
             let slices = [IoSlice::new(&self.head), IoSlice::new(&self.part)];
             let written = Pin::new(&mut *io).poll_write_vectored(context, &slices);

@@ -157,7 +157,7 @@ fn stays_open(version: Version, headers: &HeaderMap) -> bool {
         let texts = values.filter_map(|value| value.to_str().ok());
         texts.flat_map(|text| text.split(',')).any(|it| it.trim().eq_ignore_ascii_case(word))
     };
-    if version == Version::HTTP_11 { !has("close") } else { has("keep-alive") }
+    !has("close") && (version == Version::HTTP_11 || has("keep-alive"))
 }
 
 #[cfg(test)]
@@ -213,6 +213,10 @@ mod tests {
             ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked, gzip\r\n\r\n", false),
             ("HTTP/1.1 200 OK\r\n\r\n", false),
             ("HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n", false),
+            (
+                "HTTP/1.0 200 OK\r\nconnection: keep-alive, close\r\ncontent-length: 2\r\n\r\n",
+                false,
+            ),
             ("HTTP/1.0 200 OK\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\n", true),
         ] {
             assert_eq!(whole(text).stays_open, stays_open, "{text}");
