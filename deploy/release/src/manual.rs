@@ -52,7 +52,8 @@ pub(crate) const SERVE: &str = "\
 .SH SIGNALS
 .TP
 .B SIGTERM
-Leaves: serves on for a while, then lets turns end, closes sessions, and stops the engines it started.
+Leaves: serves on for a while, then lets turns end, closes sessions, and stops the engines that it
+started.
 .TP
 .B SIGINT
 The same at once. A second signal waits for no turns, a third for no engines.

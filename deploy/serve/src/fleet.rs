@@ -143,8 +143,8 @@ impl Fleet {
         ended.err().unwrap_or_else(|| anyhow::anyhow!("a part ended"))
     }
 
-    /// Lets turns end, and closes the sessions at the engines. With `leaves`, serves on first for as
-    /// long as balancers need.
+    /// Lets turns end, and closes the sessions at the engines. With `leaves`, serves on first for
+    /// as long as balancers need.
     pub async fn stop(self, leaves: bool) {
         if let Some((tasks, mut ended)) = self.router {
             if leaves {

@@ -225,7 +225,8 @@ async fn tell_when_ready(
         tokio::time::sleep(READY_CHECK_INTERVAL).await;
     }
     say(&format_args!(
-        "ready after {:.1} s: http://{data} serves clients, http://{admin} operators (dashboard, metrics)",
+        "ready after {:.1} s: http://{data} serves clients, http://{admin} operators (dashboard, \
+         metrics)",
         seconds()
     ));
 }

@@ -221,7 +221,10 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_panic(text in prop::collection::vec(any::<u8>(), 1..60), part_bytes in 1_usize..9) {
+        fn no_bytes_panic(
+            text in prop::collection::vec(any::<u8>(), 1..60),
+            part_bytes in 1_usize..9,
+        ) {
             let _ = read(AnswerReader::chunked(), &text, part_bytes);
         }
 

@@ -69,8 +69,8 @@ async fn serve(mut app: impl App, mut request: Request<Body>) -> Response {
     answer_in_form(response, api, id)
 }
 
-/// The ports of this process that are called without a connection, by host and port. A port that has
-/// ended is called like any other, and refuses.
+/// The ports of this process that are called without a connection, by host and port. A port that
+/// has ended is called like any other, and refuses.
 #[derive(Debug, Clone, Default)]
 pub struct LocalPorts(HashMap<Authority, LocalPort>);
 
