@@ -6,6 +6,7 @@
 
 use std::{
     cell::RefCell,
+    collections::VecDeque,
     future::poll_fn,
     io::{self, IoSlice},
     mem,
@@ -35,6 +36,10 @@ const READ_BYTES_MAX: usize = 128 * 1024;
 /// What is read fills at least so much of the memory that it holds, one part in four, or is copied:
 /// it may wait for a slow client.
 const HELD_PART_MIN: usize = 4;
+
+/// An agent sends a body in three parts or more: it replaces keys. Each write costs a system call and
+/// a packet.
+const PARTS_MAX: usize = 15;
 
 thread_local! {
     /// Empty while nothing is read.
@@ -151,8 +156,8 @@ impl Connection {
 pub(super) struct Outgoing<B> {
     method: Method,
     head: Bytes,
-    /// The part of the body that is sent now.
-    part: Bytes,
+    /// Those of the body that are sent now. None is empty.
+    parts: VecDeque<Bytes>,
     /// What the body has yet to give.
     body_bytes: u64,
     body: Option<B>,
@@ -170,13 +175,13 @@ where
         let body_bytes = request.body().size_hint().exact();
         let body_bytes = body_bytes.ok_or(Broken::Body("its length is unknown".into()))?;
         let head = request_head(&request, body_bytes).into();
-        let (method, part) = (request.method().clone(), Bytes::new());
+        let (method, parts) = (request.method().clone(), VecDeque::new());
         let body = Some(request.into_body());
-        Ok(Self { method, head, part, body_bytes, body, has_begun: false, is_flushed: false })
+        Ok(Self { method, head, parts, body_bytes, body, has_begun: false, is_flushed: false })
     }
 
     pub(super) fn is_sent(&self) -> bool {
-        self.is_flushed && self.head.is_empty() && self.part.is_empty() && self.body.is_none()
+        self.is_flushed && self.head.is_empty() && self.parts.is_empty() && self.body.is_none()
     }
 
     fn poll_send(
@@ -185,43 +190,119 @@ where
         context: &mut Context<'_>,
     ) -> Poll<Result<(), Broken>> {
         loop {
-            // Before the head is sent, which then goes with a part of the body.
-            ready!(self.poll_part(context))?;
-            if self.head.is_empty() && self.part.is_empty() {
+            // Before the head is sent, which then goes with the first parts of the body.
+            ready!(self.poll_parts(context))?;
+            if self.head.is_empty() && self.parts.is_empty() {
                 ready!(Pin::new(io).poll_flush(context)).map_err(Broken::Io)?;
                 self.is_flushed = true;
                 return Poll::Ready(Ok(()));
             }
-            let slices = [IoSlice::new(&self.head), IoSlice::new(&self.part)];
-            let written = Pin::new(&mut *io).poll_write_vectored(context, &slices);
+            let mut slices = [IoSlice::new(&[]); 1 + PARTS_MAX];
+            slices[0] = IoSlice::new(&self.head);
+            for (slice, part) in slices[1..].iter_mut().zip(&self.parts) {
+                *slice = IoSlice::new(part);
+            }
+            let slices = &slices[..=self.parts.len()];
+            let written = Pin::new(&mut *io).poll_write_vectored(context, slices);
             let bytes = ready!(written).map_err(Broken::Io)?;
             if bytes == 0 {
                 return Poll::Ready(Err(Broken::Io(io::ErrorKind::WriteZero.into())));
             }
             self.has_begun = true;
-            let of_head = bytes.min(self.head.len());
-            self.head.advance(of_head);
-            self.part.advance(bytes - of_head);
+            self.remove(bytes);
         }
     }
 
-    /// Drops the body at its end: nothing of it is held while the answer is awaited.
-    fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Broken>> {
-        while self.part.is_empty()
+    fn remove(&mut self, mut bytes: usize) {
+        let of_head = bytes.min(self.head.len());
+        self.head.advance(of_head);
+        bytes -= of_head;
+        while let Some(part) = self.parts.front_mut() {
+            let of_part = bytes.min(part.len());
+            part.advance(of_part);
+            bytes -= of_part;
+            if !part.is_empty() {
+                return;
+            }
+            self.parts.pop_front();
+        }
+    }
+
+    /// Takes what the body has, so that it is written at once. Drops the body at its end: nothing
+    /// of it is held while the answer is awaited.
+    fn poll_parts(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Broken>> {
+        while self.parts.len() < PARTS_MAX
             && let Some(body) = &mut self.body
         {
-            match ready!(Pin::new(body).poll_frame(context)) {
-                Some(Ok(frame)) => self.part = frame.into_data().unwrap_or_default(),
-                Some(Err(error)) => return Poll::Ready(Err(Broken::Body(error.into()))),
-                None => self.body = None,
-            }
-            let left = self.body_bytes.checked_sub(self.part.len() as u64);
+            let part = match Pin::new(body).poll_frame(context) {
+                Poll::Pending if self.parts.is_empty() => return Poll::Pending,
+                Poll::Pending => break,
+                Poll::Ready(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
+                Poll::Ready(Some(Err(error))) => {
+                    return Poll::Ready(Err(Broken::Body(error.into())));
+                }
+                Poll::Ready(None) => {
+                    self.body = None;
+                    Bytes::new()
+                }
+            };
+            let left = self.body_bytes.checked_sub(part.len() as u64);
             let left = left.filter(|left| *left == 0 || self.body.is_some());
             let Some(left) = left else {
                 return Poll::Ready(Err(Broken::Body("its length was another".into())));
             };
             self.body_bytes = left;
+            if !part.is_empty() {
+                self.parts.push_back(part);
+            }
         }
         Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body::{Frame, SizeHint};
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+
+    struct Parts(VecDeque<Bytes>);
+
+    impl Body for Parts {
+        type Data = Bytes;
+        type Error = io::Error;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+            Poll::Ready(self.0.pop_front().map(|part| Ok(Frame::data(part))))
+        }
+
+        fn size_hint(&self) -> SizeHint {
+            SizeHint::with_exact(self.0.iter().map(|part| part.len() as u64).sum())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_of_many_parts_arrives_whole_however_little_is_written_at_once() {
+        let texts: Vec<String> = (0..40).map(|number| "x".repeat(number % 3) + "y").collect();
+        for room in [1, 7, 4096] {
+            let parts = texts.iter().map(|text| Bytes::from(text.clone())).collect();
+            let request = Request::post("/a").body(Parts(parts)).unwrap();
+            let mut outgoing = Outgoing::new(request).unwrap();
+            let (client, mut server) = tokio::io::duplex(room);
+            let mut io: Box<dyn Io> = Box::new(client);
+            let sending = async {
+                poll_fn(|context| outgoing.poll_send(&mut io, context)).await.unwrap();
+                assert!(outgoing.is_sent());
+                drop(io);
+            };
+            let mut sent = String::new();
+            let (_, read) = tokio::join!(sending, server.read_to_string(&mut sent));
+            read.unwrap();
+            assert!(sent.ends_with(&format!("\r\n\r\n{}", texts.concat())), "{sent}");
+        }
     }
 }
