@@ -292,3 +292,33 @@ async fn a_rogue_announcement_never_gets_a_prompt_nor_takes_an_agent_away() {
         assert!(engine.bodies_seen("/generate").is_empty(), "a rogue has got a prompt");
     }
 }
+
+#[tokio::test]
+async fn a_host_joins_a_fleet_by_berth_serve() {
+    let right = "announce = { agents = [\"w0\"], addresses = [\"127.0.0.0/8\"] }";
+    let fleet = Fleet::start(right).await;
+    let config = fleet.keys.folder().join("agent.toml");
+    let free = "127.0.0.1:0";
+    let settings = format!(
+        "worker_id = \"w0\"\nannounce.key_file = {:?}\nannounce.interval_ms = 1000\n\
+         files.state_dir = {:?}\ngpu.nvml_library = \"no-nvml\"\nlisten.data_addr = \"{free}\"\n\
+         listen.control_addr = \"{free}\"\nlisten.admin_addr = \"{free}\"\n",
+        fleet.key_file,
+        fleet.keys.folder().join("state"),
+    );
+    fs::write(&config, settings).unwrap();
+    let mut joined = std::process::Command::new(env!("CARGO_BIN_EXE_serve-process"))
+        .args(["--engine", &fleet.engine.url(), "--join", &fleet.router.url("")])
+        .args(["--address", "127.0.0.1", "--agent-config", config.to_str().unwrap()])
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let worker = fleet.wait_for(true).await;
+    assert_eq!(worker["sources"], json!(["announce"]), "{worker}");
+    let answer = fleet.web.post(&fleet.router.url("/generate"), &[OPS], &turn("hello", 2)).await;
+    assert_eq!(answer.unwrap().status, 200);
+    let pid = rustix::process::Pid::from_child(&joined);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    fleet.wait_for(false).await;
+    assert!(joined.wait().unwrap().success());
+}
