@@ -247,7 +247,7 @@ async fn a_part_that_fails_is_named_and_ends_everything() {
 }
 
 #[tokio::test]
-async fn an_engine_in_a_shell_is_stopped_with_it_also_in_a_hurry() {
+async fn all_that_an_engine_started_is_killed_if_it_does_not_stop() {
     let [port] = free_ports();
     let command = engine_at(port).join("' '");
     let script = format!("trap '' TERM; '{command}'; true");
