@@ -414,23 +414,22 @@ fn build_shared(
     auth: Authenticator,
     tasks: &Tasks,
 ) -> Arc<Shared> {
-    let FleetParts { view, kv_index, metrics, claim_store, shares, .. } = parts;
+    let FleetParts { view, kv_index, metrics, claim_store, shares, local_ports, .. } = parts;
     let connections = UpstreamConnections {
         connect_max: config.connect_max(),
         idle_max: parts.idle_connections_max,
         agents_expected: agents_expected(config),
         credentials: parts.credentials,
-        local_ports: parts.local_ports,
+        local_ports,
     };
     let upstream = UpstreamClient::new(connections, Arc::new(Pulses::new()), parts.updates);
     let metrics = Arc::new(metrics);
     let models = start_models(&shares, &metrics, &view, control_clients, tasks);
     let new_table = || Bindings::new(config.limits.sessions_max, config.affinity_idle_max());
-    let index_bytes_max = config.limits.overlap_bytes_max;
-    let block_locator = Arc::new(BlockLocator::new(Arc::clone(&kv_index), models, index_bytes_max));
-    let (claims_view, clients) = (Arc::clone(&view), Arc::clone(control_clients));
-    let claims =
-        PlacementClaims::new(&config.claims, claim_store, claims_view, clients, tasks.clone());
+    let bytes_max = config.limits.overlap_bytes_max;
+    let block_locator = Arc::new(BlockLocator::new(Arc::clone(&kv_index), models, bytes_max));
+    let (seen, clients, own) = (Arc::clone(&view), Arc::clone(control_clients), tasks.clone());
+    let claims = PlacementClaims::new(&config.claims, claim_store, seen, clients, own);
     let claims = Arc::new(claims);
     let directory = Arc::new(SessionDirectory::new(view, new_table(), config.connect_max()));
     let (placer, renewal_queue) = Placer::new(

@@ -194,8 +194,7 @@ pub async fn run(
         metrics,
         traces,
     });
-    let data = (listeners.data, listeners.local);
-    start_data_port(data, context, queues, access.tls, port_limits.data)?;
+    serve_turns((listeners.data, listeners.local), context, queues, access.tls, port_limits.data)?;
     tokio::select! {
         ending = stop => drain(&agent, &announcer, ms(config.shutdown.drain_ms_max), ending).await,
         () = tasks.cancelled() => {}
@@ -289,7 +288,7 @@ fn limit_ports(config: &mut Config, registry: &mut Registrar<'_>) -> AgentPortLi
 }
 
 /// Called last, because it tells the supervisor that the agent is ready.
-fn start_data_port(
+fn serve_turns(
     (listener, local): (std::net::TcpListener, LocalPort),
     context: Arc<TurnContext>,
     queues: Option<Arc<StagedPrefillQueues>>,

@@ -37,8 +37,8 @@ const READ_BYTES_MAX: usize = 128 * 1024;
 /// it may wait for a slow client.
 const HELD_PART_MIN: usize = 4;
 
-/// An agent sends a body in three parts or more: it replaces keys. Each write costs a system call and
-/// a packet.
+/// An agent sends a body in three parts or more: it replaces keys. Each write costs a system call
+/// and a packet.
 const PARTS_MAX: usize = 15;
 
 thread_local! {
