@@ -44,7 +44,8 @@ def help_pages(bin_dir: Path, *words: str) -> Iterator[tuple[list[str], str]]:
     yield list(words), text
     listed = re.search(r"^Commands:\n((?:  .*\n)+)", text, re.MULTILINE)
     for name in re.findall(r"^  (\w+) ", listed[1], re.MULTILINE) if listed else []:
-        if name != "help":
+        # `berth serve` is berth-serve, whose page has the same name.
+        if name not in ("help", "serve"):
             yield from help_pages(bin_dir, *words, name)
 
 
