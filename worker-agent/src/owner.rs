@@ -1,9 +1,9 @@
 //! Runs the owner task: the only task that changes sessions, and the one that admits turns.
 //!
-//! For each message through [`AgentHandle`], the task updates [`session::Table`], which decides but
-//! does no I/O, carries out the effects that the table asks for, and publishes what changed. It
-//! never waits for the engine: each call runs in a task of its own, whose result is a message too.
-//! Each part of the task owns its own state; this file only passes messages on.
+//! For each message through [`AgentHandle`], the task updates [`crate::session::Table`], which
+//! decides but does no I/O, carries out the effects that the table asks for, and publishes what
+//! changed. It never waits for the engine: each call runs in a task of its own, whose result is a
+//! message too. Each part of the task owns its own state; this file only passes messages on.
 
 pub mod adapters;
 mod audit_desk;
