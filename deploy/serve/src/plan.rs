@@ -73,7 +73,7 @@ pub fn plan(args: &Args) -> Result<Vec<EnginePlan>, Error> {
                 (format!("http://{}:{}", command.host, command.port), Some(command))
             }
         };
-        let agent = agent_config(args, &url, number, command.as_ref())?;
+        let agent = agent_config(args, &url, number)?;
         plans.push(EnginePlan { name, url, command, agent });
     }
     let engine_ports = BTreeSet::from_iter(plans.iter().map(|plan| plan.agent.engine_port()));
@@ -112,12 +112,7 @@ fn engine_command(
     Ok(command)
 }
 
-fn agent_config(
-    args: &Args,
-    url: &str,
-    number: usize,
-    command: Option<&EngineCommand>,
-) -> Result<AgentConfig, Problems> {
+fn agent_config(args: &Args, url: &str, number: usize) -> Result<AgentConfig, Problems> {
     let load = |listen: Option<&ListenTable>, worker_id| {
         AgentConfig::load(AgentArgs {
             config: args.agent_config.clone(),
@@ -151,10 +146,9 @@ fn agent_config(
         }
     }
     let mut config = load(Some(&listen), Some(worker_id))?;
-    let gpus = command.and_then(|it| args.gpus.chunks(args.tp.into()).nth(number).map(|_| it));
-    if gpus.is_some() && config.gpu.devices.is_empty() {
-        let own = args.gpus.chunks(args.tp.into()).nth(number).unwrap_or_default();
-        config.gpu.devices = own.iter().map(u16::to_string).collect();
+    let own_gpus = args.gpus.chunks(args.tp.into()).nth(number).unwrap_or_default();
+    if config.gpu.devices.is_empty() {
+        config.gpu.devices = own_gpus.iter().map(u16::to_string).collect();
     }
     Ok(config)
 }
